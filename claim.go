@@ -1,0 +1,308 @@
+package oncehttp
+
+import (
+	"bytes"
+	"context"
+	"crypto/rand"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"net/url"
+	"strconv"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"time"
+)
+
+// How long a run holds its record beyond the time it may take, and how long
+// where nothing bounds it.
+const (
+	leaseMargin   = 10 * time.Second
+	leaseUnending = 60 * time.Second
+	settleTimeout = 2 * time.Second
+)
+
+// processLife tells the lives of one Owner apart: it changes with every start
+// of the process, and is one for all Transports in it.
+var processLife = sync.OnceValue(func() string {
+	var b [8]byte
+	rand.Read(b[:]) // never fails
+	return hex.EncodeToString(b[:])
+})
+
+var runs atomic.Uint64
+
+// ownerToken names one run: "<owner> <life>-<n>". It is never reused, so that
+// a write whose acknowledgement was lost can be recognised.
+func ownerToken(owner, life string) string {
+	return owner + " " + life + "-" + strconv.FormatUint(runs.Add(1), 36)
+}
+
+// earlierLife reports whether theirs is a run of an earlier life of the
+// process that mine belongs to: it cannot be at work any more.
+func earlierLife(theirs, mine string) bool {
+	owner, run := cutLast(theirs)
+	me, myRun := cutLast(mine)
+	life, _, _ := strings.Cut(run, "-")
+	myLife, _, _ := strings.Cut(myRun, "-")
+	return owner == me && owner != "" && life != myLife
+}
+
+func cutLast(token string) (owner, run string) {
+	i := strings.LastIndexByte(token, ' ')
+	if i < 0 {
+		return "", token
+	}
+	return token[:i], token[i+1:]
+}
+
+// claim makes the intent ours, durably, before anything is sent. If there is
+// nothing to send it returns the stored answer or an error.
+func (c *call) claim() (*http.Response, error) {
+	now := time.Now()
+	rec := Record{
+		ID: c.id, Upstream: c.up.name, Scope: c.scope, Intent: c.name, Key: c.key,
+		State: StateSending, Owner: ownerToken(c.st.owner, c.st.life), Lease: c.lease(now, 0),
+		FirstSent: wall(now), Updated: wall(now), Expires: wall(now.Add(retention)),
+		Fingerprint: c.print,
+	}
+	if c.pol.SaveRequest {
+		rec.Request = c.savedRequest()
+	}
+	ctx, cancel := c.storeContext()
+	defer cancel()
+	stored, created, err := c.st.store.Create(ctx, rec)
+	known := NotSent // what a record that was seen says about earlier runs
+	for pause := 5 * time.Millisecond; ; {
+		if err != nil && !errors.Is(err, ErrConflict) {
+			// It may have been written all the same: our token tells.
+			c.st.trace.storeError(c.ctx, c.id, "claim", err)
+		}
+		if err != nil {
+			var gerr error
+			if stored, gerr = c.st.store.Get(ctx, c.id); gerr != nil {
+				return nil, c.end(known, ErrStore, fmt.Errorf("claim: %w", errors.Join(err, gerr)))
+			}
+			if stored.Owner != rec.Owner && !errors.Is(err, ErrConflict) {
+				return nil, c.end(known, ErrStore, fmt.Errorf("claim: %w", err))
+			}
+		}
+		if created || stored.Owner == rec.Owner && stored.State == StateSending {
+			c.hold(stored)
+			return nil, nil
+		}
+		now = time.Now()
+		known = stored.outcome()
+		what := stored.decide(&rec, c.pol, now)
+		if c.callersKey && stored.Key != rec.Key {
+			what = nextMismatch
+		}
+		switch what {
+		case nextSend, nextResend:
+			c.doubt = what == nextResend
+			stored, err = c.st.store.Update(ctx, stored.resume(&rec, what, c.lease(now, 0), now))
+			continue
+		case nextInFlight:
+			if !c.pol.WaitInFlight {
+				c.retryAt = stored.Lease
+				return nil, c.end(Unknown, ErrInFlight, nil)
+			}
+			if !fits(now, pause, c.until) {
+				return nil, c.end(Unknown, ErrDeadline, ErrInFlight)
+			}
+			if err := c.sleep(pause); err != nil {
+				return nil, c.end(Unknown, overReason(err), err)
+			}
+			pause = min(2*pause, time.Second)
+			stored, err = c.st.store.Get(ctx, c.id)
+			if errors.Is(err, ErrNotFound) {
+				stored, created, err = c.st.store.Create(ctx, rec)
+			}
+			continue
+		}
+		return c.answerFrom(&stored, what, now)
+	}
+}
+
+// answerFrom ends a call that may not send: with the stored answer, or with
+// the reason.
+func (c *call) answerFrom(r *Record, what next, now time.Time) (*http.Response, error) {
+	c.report.set(func(rep *Report) { rep.Status = r.Status })
+	switch what {
+	case nextAnswer:
+		if r.Response == nil {
+			return nil, c.end(r.outcome(), ErrSettled, nil)
+		}
+		c.report.set(func(rep *Report) { rep.Outcome, rep.Replayed = r.outcome(), true })
+		return c.replay(r.Response), nil
+	case nextMismatch:
+		return nil, c.end(NotSent, ErrIntentMismatch, nil)
+	case nextUnsafe:
+		return nil, c.end(Unknown, ErrUnsafe, nil)
+	case nextExpired:
+		var why error
+		if now.Before(r.FirstSent) || now.Before(r.Updated) {
+			c.retryAt = r.Updated
+			why = errors.New("the clock reads earlier than the record, so the key's age is not known")
+		}
+		return nil, c.end(Unknown, ErrKeyExpired, why)
+	}
+	return nil, c.end(Unknown, ErrStore, fmt.Errorf("record %s has the state %d, which this version does not know", r.ID, r.State))
+}
+
+// resume is the record that a claim of an existing one writes.
+func (r Record) resume(claim *Record, what next, lease, now time.Time) Record {
+	r.State, r.Owner, r.Lease, r.Updated, r.Expires = StateSending, claim.Owner, lease, wall(now), claim.Expires
+	r.Fingerprint = claim.Fingerprint
+	r.Request, r.Response = claim.Request, nil
+	if what == nextSend {
+		r.FirstSent = wall(now) // nothing was processed under the key: its window starts again
+	}
+	return r
+}
+
+// hold takes a record that is ours.
+func (c *call) hold(stored Record) {
+	c.rec, c.held = stored, true
+	c.key = stored.Key
+}
+
+// lease is until when a run that starts, or waits, now may be at work.
+func (c *call) lease(now time.Time, ahead time.Duration) time.Time {
+	if !c.until.IsZero() {
+		return wall(c.until.Add(leaseMargin))
+	}
+	return wall(now.Add(ahead + leaseUnending))
+}
+
+// renew keeps a lease that nothing else bounds alive over the next wait or
+// attempt. Without a confirmed lease nothing more may be sent: someone else
+// may have taken over.
+func (c *call) renew(ahead time.Duration) error {
+	now := time.Now()
+	if !c.held || !c.until.IsZero() || now.Add(ahead+leaseUnending/2).Before(c.rec.Lease) {
+		return nil
+	}
+	ctx, cancel := c.storeContext()
+	defer cancel()
+	rec := c.rec
+	rec.Lease, rec.Updated = c.lease(now, ahead), wall(now)
+	stored, err := c.st.store.Update(ctx, rec)
+	if err != nil {
+		c.st.trace.storeError(c.ctx, c.id, "renew", err)
+		return err
+	}
+	c.rec = stored
+	return nil
+}
+
+// settle writes what the run ended with and gives the record up. It may end
+// after the deadline, but no later than settleTimeout. If it cannot be
+// written, the record stays Sending, and its lease leads it to recovery.
+func (c *call) settle(o Outcome, turnedAway bool, saved *SavedResponse) {
+	if !c.held {
+		return
+	}
+	c.held = false
+	now := time.Now()
+	rec := c.rec
+	rec.State, rec.Lease, rec.Updated, rec.Expires = settledState(o, turnedAway), time.Time{}, wall(now), wall(now.Add(retention))
+	rec.Attempts += c.attempts
+	rec.Status = c.report.get().Status
+	if rec.State != StateOpen {
+		rec.Request, rec.Response = nil, saved
+	}
+	ctx, cancel := c.st.detached(c.ctx)
+	defer cancel()
+	stored, err := c.st.store.Update(ctx, rec)
+	if err == nil {
+		c.rec = stored
+		return
+	}
+	stored, gerr := c.st.store.Get(ctx, c.id)
+	switch {
+	case gerr == nil && stored.Owner == rec.Owner && stored.State == rec.State:
+		c.rec = stored // written after all
+	case gerr == nil && (stored.State == StateDone || stored.State == StateRejected):
+		// We were overtaken, and the intent has ended: that is what is known.
+		c.report.set(func(r *Report) { r.Outcome = stored.outcome() })
+		fallthrough
+	default:
+		c.st.trace.storeError(c.ctx, c.id, "settle", err)
+	}
+}
+
+// storeContext bounds a store call by the call's own end.
+func (c *call) storeContext() (context.Context, context.CancelFunc) {
+	if !c.st.durable || c.until.IsZero() {
+		return c.ctx, func() {}
+	}
+	return context.WithDeadline(c.ctx, c.until)
+}
+
+// detached is the context of a write that must be tried although the caller
+// has gone.
+func (st *settings) detached(ctx context.Context) (context.Context, context.CancelFunc) {
+	ctx = context.WithoutCancel(ctx)
+	if !st.durable {
+		return ctx, func() {}
+	}
+	return context.WithTimeout(ctx, settleTimeout)
+}
+
+// wall drops the monotonic reading: records are compared across processes, and
+// a stored time has microseconds.
+func wall(t time.Time) time.Time {
+	return t.Round(0).UTC().Truncate(time.Microsecond)
+}
+
+// savedHeaders and requestHeaders are all that a store gets to see of a
+// header.
+var (
+	savedHeaders = []string{"Content-Type", "Content-Language", "Content-Encoding", "Etag", "Last-Modified", "Location",
+		"Link", "Request-Id", "X-Request-Id", "Idempotent-Replayed"}
+	requestHeaders = []string{"Content-Type", "Content-Language", "Content-Encoding", "Accept", "Accept-Language",
+		"Stripe-Version", "Prefer"}
+)
+
+func allowed(h http.Header, names []string) http.Header {
+	kept := make(http.Header, 2)
+	for _, name := range names {
+		if v := h[name]; len(v) > 0 {
+			kept[name] = append([]string(nil), v...)
+		}
+	}
+	if loc := kept.Get("Location"); loc != "" {
+		if u, err := url.Parse(loc); err != nil || u.User != nil {
+			delete(kept, "Location")
+		}
+	}
+	return kept
+}
+
+func (c *call) savedRequest() *SavedRequest {
+	if c.body.stream != nil || c.body.get != nil {
+		return nil // too large, by MaxBodyBytes
+	}
+	u := *c.req.URL
+	u.User = nil
+	return &SavedRequest{Method: c.req.Method, URL: u.String(), Header: allowed(c.req.Header, requestHeaders), Body: c.body.buf}
+}
+
+// replay makes a response of a saved answer.
+func (c *call) replay(a *SavedResponse) *http.Response {
+	c.body.close()
+	h := a.Header
+	if h == nil {
+		h = make(http.Header)
+	}
+	return &http.Response{
+		Status: fmt.Sprintf("%d %s", a.Status, http.StatusText(a.Status)), StatusCode: a.Status,
+		Proto: "HTTP/1.1", ProtoMajor: 1, ProtoMinor: 1,
+		Header: h, Body: io.NopCloser(bytes.NewReader(a.Body)), ContentLength: int64(len(a.Body)),
+		Request: c.answerRequest(),
+	}
+}
