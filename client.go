@@ -140,10 +140,10 @@ func (t *Transport) Validate() error {
 	for name, p := range t.Upstreams {
 		normal := normalName(name)
 		if normal == "" {
-			return errors.New("Upstreams: a name is empty")
+			return errors.New("a name in Upstreams is empty")
 		}
 		if other, ok := seen[normal]; ok {
-			return fmt.Errorf("Upstreams: %q and %q are one name", other, name)
+			return fmt.Errorf("the names %q and %q in Upstreams are one", other, name)
 		}
 		seen[normal] = name
 		if err := check(fmt.Sprintf("Upstreams[%q]", name), p, p.or(t.Policy)); err != nil {
@@ -468,7 +468,7 @@ func (c *call) passThrough() (*http.Response, error) {
 	if c.st.prepare != nil {
 		req = c.req.Clone(c.ctx)
 		if err := c.st.prepare(req); err != nil {
-			return nil, c.end(NotSent, nil, fmt.Errorf("Prepare: %w", err))
+			return nil, c.end(NotSent, nil, fmt.Errorf("the Prepare hook: %w", err))
 		}
 	}
 	c.bodyTaken = true // it is the base's now

@@ -74,7 +74,7 @@ func (c *call) over() error {
 		return err
 	}
 	select {
-	case <-c.req.Cancel:
+	case <-c.canceled():
 		if d, ok := c.ctx.Deadline(); ok && !time.Now().Before(d.Add(-minAttempt)) {
 			return context.DeadlineExceeded
 		}
@@ -82,6 +82,13 @@ func (c *call) over() error {
 	default:
 		return nil
 	}
+}
+
+// canceled is http.Client's older way to cancel a request. It closes the
+// channel, of a request of its own, when Client.Timeout is over.
+func (c *call) canceled() <-chan struct{} {
+	//lint:ignore SA1019 net/http still uses it towards RoundTrippers
+	return c.req.Cancel
 }
 
 // overReason is the reason for an end by the caller.
@@ -103,7 +110,7 @@ func (c *call) sleep(d time.Duration) error {
 	select {
 	case <-timer.C:
 	case <-c.ctx.Done():
-	case <-c.req.Cancel:
+	case <-c.canceled():
 	}
 	c.waited += time.Since(start)
 	return c.over()

@@ -287,16 +287,12 @@ func (w *canonicalWalk) hex4() (r rune) {
 	return r
 }
 
-// peek drops white space and returns the next byte, 0 at the end.
+// peek drops white space and returns the next byte; in valid JSON there is one.
 func (w *canonicalWalk) peek() byte {
-	for i, c := range w.in {
-		if c != ' ' && c != '\t' && c != '\r' && c != '\n' {
-			w.in = w.in[i:]
-			return c
-		}
+	for w.in[0] == ' ' || w.in[0] == '\t' || w.in[0] == '\r' || w.in[0] == '\n' {
+		w.in = w.in[1:]
 	}
-	w.in = nil
-	return 0
+	return w.in[0]
 }
 
 // copyByte takes over a bracket, comma or quote.

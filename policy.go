@@ -270,21 +270,21 @@ func (p *Policy) validate() error {
 	}
 	switch {
 	case p.Budget.Ratio > 1:
-		return errors.New("Budget.Ratio is above 1: every call would earn more than a retry")
+		return errors.New("the Budget.Ratio is above 1: every call would earn more than a retry")
 	case p.Breaker.FailureRatio > 1:
-		return errors.New("Breaker.FailureRatio is above 1: the breaker would never open; use Off")
+		return errors.New("the Breaker.FailureRatio is above 1: the breaker would never open; use Off")
 	case p.Breaker.MinCalls > math.MaxUint32 || p.Breaker.Probes > math.MaxUint32:
-		return errors.New("Breaker.MinCalls or Breaker.Probes is above 2^32-1")
+		return errors.New("the Breaker.MinCalls or Breaker.Probes is above 2^32-1")
 	case p.KeyMaxLen > maxKeyLen:
-		return fmt.Errorf("KeyMaxLen is above %d", maxKeyLen)
+		return fmt.Errorf("the KeyMaxLen is above %d", maxKeyLen)
 	case p.Keys > KeysOff:
-		return errors.New("Keys is not a KeyMode")
+		return errors.New("the Keys value is not a KeyMode")
 	case p.Keys == KeysOff && (p.KeyHeader != "" || p.NewKey != nil || p.KeyWindow != 0 || p.KeyMaxLen != 0):
-		return errors.New("Keys is KeysOff, but KeyHeader, KeyMaxLen, KeyWindow or NewKey is set")
+		return errors.New("the Keys value is KeysOff, but KeyHeader, KeyMaxLen, KeyWindow or NewKey is set")
 	case p.KeyHeader != "" && !isToken(p.KeyHeader):
-		return errors.New("KeyHeader is not a header name")
+		return errors.New("the KeyHeader is not a header name")
 	case p.DeadlineHeader != "" && !isToken(p.DeadlineHeader):
-		return errors.New("DeadlineHeader is not a header name")
+		return errors.New("the DeadlineHeader is not a header name")
 	}
 	return nil
 }
@@ -294,11 +294,11 @@ func (p *Policy) validate() error {
 func (p *Policy) contradiction() error {
 	switch {
 	case p.BaseDelay > 0 && p.MaxDelay > 0 && p.BaseDelay > p.MaxDelay:
-		return errors.New("BaseDelay is above MaxDelay")
+		return errors.New("the BaseDelay is above MaxDelay")
 	case p.AttemptTimeout > 0 && p.MaxElapsed > 0 && p.AttemptTimeout > p.MaxElapsed:
-		return errors.New("AttemptTimeout is above MaxElapsed")
+		return errors.New("the AttemptTimeout is above MaxElapsed")
 	case p.RateBurst > 0 && p.RateLimit == 0:
-		return errors.New("RateBurst is set without RateLimit")
+		return errors.New("the RateBurst is set without RateLimit")
 	}
 	return nil
 }

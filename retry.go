@@ -18,17 +18,17 @@ import (
 func (c *call) loop() (*http.Response, error) {
 	for {
 		if reason, err := c.admit(); reason != nil {
-			return c.conclude(c.last, cmp.Or(err, c.lastErr), c.lastJudgement, reason)
+			return c.conclude(c.last, c.lastJudgement, reason, cmp.Or(err, c.lastErr))
 		}
-		resp, err, j := c.attempt()
-		reason, wait := c.next(resp, err, j)
+		resp, j, err := c.attempt()
+		wait, reason := c.next(resp, j, err)
 		if reason != nil || wait < 0 {
-			return c.conclude(resp, err, j, reason)
+			return c.conclude(resp, j, reason, err)
 		}
 		c.last, c.lastErr, c.lastJudgement = c.discard(resp), err, j
 		c.st.trace.wait(c.ctx, WaitInfo{Upstream: c.up.name, RecordID: c.id, N: c.n + 1, Delay: wait, Asked: j.asked})
 		if reason, err := c.pause(wait); reason != nil {
-			return c.conclude(nil, err, j, reason)
+			return c.conclude(nil, j, reason, err)
 		}
 	}
 }
@@ -64,7 +64,7 @@ func (c *call) admit() (reason, err error) {
 			return reason, err
 		}
 	}
-	if !c.up.limits.acquire(c.ctx, c.until, c.req.Cancel) {
+	if !c.up.limits.acquire(c.ctx, c.until, c.canceled()) {
 		return c.overOr(ErrDeadline), c.over()
 	}
 	done, ok := c.up.breaker.allow()
@@ -112,7 +112,7 @@ func (c *call) tellBreakerChange() {
 }
 
 // attempt sends the request once and judges what came of it.
-func (c *call) attempt() (*http.Response, error, judgement) {
+func (c *call) attempt() (*http.Response, judgement, error) {
 	end := endUpstream
 	var replay bool
 	var resp *http.Response
@@ -131,7 +131,7 @@ func (c *call) attempt() (*http.Response, error, judgement) {
 	if err == nil {
 		c.attempts++
 		c.current, err = roundTrip(c.st.base, clone)
-		resp, err, j = c.judge(c.current, err, g)
+		resp, j, err = c.judge(c.current, err, g)
 		c.current = nil
 	} else {
 		end = endLocal
@@ -156,7 +156,7 @@ func (c *call) attempt() (*http.Response, error, judgement) {
 	result = breakerResult(status, replay, err, end)
 	info.Status, info.Err, info.Elapsed, info.Verdict = status, err, time.Since(start), j.kind
 	c.st.trace.attemptDone(ctx, info)
-	return resp, err, j
+	return resp, j, err
 }
 
 // roundTrip holds the base to its contract: a response or an error.
@@ -273,7 +273,7 @@ func (c *call) prepare(clone *http.Request) error {
 	}
 	u, method, host := *clone.URL, clone.Method, clone.Host
 	if err := c.st.prepare(clone); err != nil {
-		return fmt.Errorf("Prepare: %w", err)
+		return fmt.Errorf("the Prepare hook: %w", err)
 	}
 	key, _, err := callersKey(clone.Header, c.pol.KeyHeader)
 	switch {
@@ -288,7 +288,7 @@ func (c *call) prepare(clone *http.Request) error {
 // judge says what an attempt's result means. An answer that is final and will
 // be saved is read here, under the attempt's timeout: one that breaks off is
 // not an answer.
-func (c *call) judge(resp *http.Response, err error, g *guard) (*http.Response, error, judgement) {
+func (c *call) judge(resp *http.Response, err error, g *guard) (*http.Response, judgement, error) {
 	var v Verdict
 	if err == nil && resp.ProtoMajor > 0 {
 		c.up.proto.Store(int32(resp.ProtoMajor))
@@ -317,16 +317,16 @@ func (c *call) judge(resp *http.Response, err error, g *guard) (*http.Response, 
 			j.wait, j.asked = v.Wait, true
 		}
 		j.stop = j.stop || v.Stop
-		return nil, err, j
+		return nil, j, err
 	}
 	j := judgeAnswer(resp, v, c.situation(), time.Now())
 	if j.kind == VerdictDone || j.kind == VerdictRejected {
 		if err := c.keep(resp); err != nil {
 			resp.Body.Close()
-			return nil, fmt.Errorf("reading the answer: %w", err), judgement{kind: VerdictAmbiguous}
+			return nil, judgement{kind: VerdictAmbiguous}, fmt.Errorf("reading the answer: %w", err)
 		}
 	}
-	return resp, nil, j
+	return resp, j, nil
 }
 
 func (c *call) situation() situation {
@@ -367,56 +367,56 @@ func readable(contentType string) bool {
 
 // next decides whether to go on. A reason, or a negative wait, ends the call:
 // with a reason if retrying stopped, without if the answer is final.
-func (c *call) next(resp *http.Response, err error, j judgement) (reason error, wait time.Duration) {
+func (c *call) next(resp *http.Response, j judgement, err error) (wait time.Duration, reason error) {
 	if err != nil && c.over() != nil {
 		c.doubt = c.doubt || j.kind == VerdictAmbiguous
-		return overReason(c.over()), 0
+		return 0, overReason(c.over())
 	}
 	switch j.kind {
 	case VerdictDone, VerdictRejected:
-		return nil, -1
+		return -1, nil
 	case VerdictAmbiguous, VerdictInProgress:
 		c.doubt = true
 	case VerdictNotProcessed:
 		c.answered = c.answered || resp != nil
 	}
 	if j.stop {
-		return nil, -1
+		return -1, nil
 	}
 	if c.stale && j.kind == VerdictNotProcessed && err != nil && c.body.replayable() {
 		// A dead connection from the pool: nothing was sent, and every such
 		// try removes one. net/http goes on in the same way.
 		c.attempts--
 		c.n--
-		return nil, 0
+		return 0, nil
 	}
 	now := time.Now()
 	switch {
 	case j.kind == VerdictAmbiguous && c.class == unsafe && !c.honored():
-		return ErrUnsafe, 0
+		return 0, ErrUnsafe
 	case !c.body.replayable():
-		return ErrBody, 0
+		return 0, ErrBody
 	case j.kind == VerdictInProgress:
 		if c.polls++; c.polls > maxPolls {
-			return ErrAttempts, 0
+			return 0, ErrAttempts
 		}
 		wait = backoffBound(time.Second, c.pol.MaxDelay, c.polls-1)
 	default:
 		if resp != nil && resp.StatusCode == http.StatusInternalServerError && c.class == unsafe {
 			if c.fives++; c.fives > 1 {
 				// Some upstreams save a 500 and play it back for ever.
-				return ErrAttempts, 0
+				return 0, ErrAttempts
 			}
 		}
 		if c.tries++; c.tries >= c.pol.MaxAttempts {
-			return ErrAttempts, 0
+			return 0, ErrAttempts
 		}
 		wait = backoff(c.pol.BaseDelay, c.pol.MaxDelay, c.tries-1, rand.Int64N)
 	}
 	if j.asked {
 		c.retryAt = now.Add(j.wait)
 		if j.wait > max(c.pol.MaxRetryAfter, 0) {
-			return ErrDeadline, 0
+			return 0, ErrDeadline
 		}
 		if j.kind == VerdictInProgress {
 			wait = max(wait, j.wait)
@@ -426,16 +426,16 @@ func (c *call) next(resp *http.Response, err error, j judgement) (reason error, 
 	}
 	if !fits(now, wait, c.until) {
 		c.retryAt = now.Add(wait)
-		return ErrDeadline, 0
+		return 0, ErrDeadline
 	}
 	if retryAt, open := c.up.breaker.open(now); open {
 		c.retryAt = retryAt
-		return ErrOpen, 0
+		return 0, ErrOpen
 	}
 	if !c.up.budget.take(now) {
-		return ErrBudget, 0
+		return 0, ErrBudget
 	}
-	return nil, wait
+	return wait, nil
 }
 
 // maxPolls is how often we ask again for work in progress.

@@ -30,7 +30,7 @@ func (c *call) outcomeOf(resp *http.Response, j judgement) (o Outcome, turnedAwa
 
 // conclude ends the call with its last answer or error: it settles the intent
 // and hands the answer over.
-func (c *call) conclude(resp *http.Response, err error, j judgement, reason error) (*http.Response, error) {
+func (c *call) conclude(resp *http.Response, j judgement, reason, err error) (*http.Response, error) {
 	o, turnedAway := c.outcomeOf(resp, j)
 	if resp == nil {
 		if gone := c.over(); gone != nil && !errors.Is(err, gone) {
@@ -186,7 +186,7 @@ func (t *Transport) Settle(req *http.Request, o Outcome, note string) error {
 		return err
 	}
 	if o == Unknown || o > Done {
-		return c.end(NotSent, ErrInvalid, errors.New("Settle: the outcome is not Done, Rejected or NotSent"))
+		return c.end(NotSent, ErrInvalid, errors.New("only Done, Rejected and NotSent settle an intent"))
 	}
 	want := settledState(o, false)
 	for {
