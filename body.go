@@ -24,11 +24,11 @@ var errBodyLength = errors.New("the body's length is not the request's ContentLe
 
 // openBody takes over req.Body: from here on it is closed on every path. With
 // whole set, the bytes are wanted for a fingerprint even if GetBody exists.
-func openBody(req *http.Request, limit int64, whole bool) (*requestBody, error) {
+func openBody(req *http.Request, limit int64, whole bool) (requestBody, error) {
 	if req.Body == nil || req.Body == http.NoBody {
-		return &requestBody{none: true}, nil
+		return requestBody{none: true}, nil
 	}
-	b := &requestBody{length: req.ContentLength}
+	b := requestBody{length: req.ContentLength}
 	if req.GetBody != nil {
 		b.get = req.GetBody
 		req.Body.Close()
@@ -37,17 +37,14 @@ func openBody(req *http.Request, limit int64, whole bool) (*requestBody, error) 
 		}
 		r, err := req.GetBody()
 		if err != nil {
-			return nil, fmt.Errorf("GetBody: %w", err)
+			return b, fmt.Errorf("GetBody: %w", err)
 		}
 		buf, all, err := readUpTo(r, limit, req.ContentLength)
 		r.Close()
-		if err != nil {
-			return nil, err
+		if err == nil && all {
+			err = b.buffered(buf, req)
 		}
-		if all {
-			return b.buffered(buf, req)
-		}
-		return b, nil
+		return b, err
 	}
 	if limit == Off || req.ContentLength > limit {
 		b.stream = &streamedBody{ReadCloser: req.Body}
@@ -56,36 +53,51 @@ func openBody(req *http.Request, limit int64, whole bool) (*requestBody, error) 
 	buf, all, err := readUpTo(req.Body, limit, req.ContentLength)
 	if err != nil {
 		req.Body.Close()
-		return nil, err
+		return b, err
 	}
 	if !all {
 		b.stream = &streamedBody{ReadCloser: &peekedBody{r: io.MultiReader(bytes.NewReader(buf), req.Body), Closer: req.Body}}
 		return b, nil
 	}
 	req.Body.Close()
-	return b.buffered(buf, req)
+	return b, b.buffered(buf, req)
 }
 
-func (b *requestBody) buffered(buf []byte, req *http.Request) (*requestBody, error) {
+// buffered takes the whole body.
+func (b *requestBody) buffered(buf []byte, req *http.Request) error {
 	if req.ContentLength > 0 && int64(len(buf)) != req.ContentLength {
-		return nil, errBodyLength
+		return errBodyLength
 	}
 	b.buf, b.get = buf, nil
 	if len(req.Trailer) == 0 && len(req.TransferEncoding) == 0 {
 		b.length = int64(len(buf)) // known now, so it need not be sent chunked
 		b.none = len(buf) == 0
 	}
-	return b, nil
+	return nil
 }
 
 // readUpTo reads at most limit bytes; all tells whether that was everything.
+// length is how many are expected, if positive.
 func readUpTo(r io.Reader, limit, length int64) (buf []byte, all bool, err error) {
-	if length > 0 && length <= limit {
-		buf = make([]byte, 0, length+1)
+	size := int64(512)
+	if length > 0 {
+		size = length
 	}
-	w := bytes.NewBuffer(buf)
-	n, err := io.Copy(w, io.LimitReader(r, limit+1))
-	return w.Bytes(), n <= limit, err
+	buf = make([]byte, 0, min(size, limit)+1) // one more, to see the end
+	for {
+		n, err := r.Read(buf[len(buf):min(int64(cap(buf)), limit+1)])
+		buf = buf[:len(buf)+n]
+		switch {
+		case int64(len(buf)) > limit:
+			return buf, false, nil
+		case errors.Is(err, io.EOF):
+			return buf, true, nil
+		case err != nil:
+			return buf, false, err
+		case len(buf) == cap(buf):
+			buf = append(buf, 0)[:len(buf)]
+		}
+	}
 }
 
 // attach gives an attempt's clone a fresh reader.
@@ -116,7 +128,7 @@ func (b *requestBody) replayable() bool {
 // close releases the caller's body when the call is over. An attempt may still
 // be reading a streamed one; it closes that itself then.
 func (b *requestBody) close() {
-	if b != nil && b.stream != nil {
+	if b.stream != nil {
 		b.stream.release()
 	}
 }
@@ -165,6 +177,17 @@ func (b *streamedBody) giveBack(change func()) error {
 	}
 	return b.ReadCloser.Close()
 }
+
+// memoryBody is the body of an answer that is in memory.
+type memoryBody struct{ bytes.Reader }
+
+func newMemoryBody(b []byte) *memoryBody {
+	m := new(memoryBody)
+	m.Reset(b)
+	return m
+}
+
+func (*memoryBody) Close() error { return nil }
 
 // answerBody is the body of the response that the caller gets. It tells the
 // call, once, how reading it ended.

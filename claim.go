@@ -1,13 +1,11 @@
 package oncehttp
 
 import (
-	"bytes"
 	"context"
 	"crypto/rand"
 	"encoding/hex"
 	"errors"
 	"fmt"
-	"io"
 	"net/http"
 	"net/url"
 	"strconv"
@@ -38,7 +36,10 @@ var runs atomic.Uint64
 // ownerToken names one run: "<owner> <life>-<n>". It is never reused, so that
 // a write whose acknowledgement was lost can be recognised.
 func ownerToken(owner, life string) string {
-	return owner + " " + life + "-" + strconv.FormatUint(runs.Add(1), 36)
+	b := make([]byte, 0, 64)
+	b = append(append(append(b, owner...), ' '), life...)
+	b = strconv.AppendUint(append(b, '-'), runs.Add(1), 36)
+	return string(b)
 }
 
 // earlierLife reports whether theirs is a run of an earlier life of the
@@ -246,11 +247,10 @@ func (c *call) storeContext() (context.Context, context.CancelFunc) {
 // detached is the context of a write that must be tried although the caller
 // has gone.
 func (st *settings) detached(ctx context.Context) (context.Context, context.CancelFunc) {
-	ctx = context.WithoutCancel(ctx)
 	if !st.durable {
-		return ctx, func() {}
+		return context.Background(), func() {} // nothing in memory takes time
 	}
-	return context.WithTimeout(ctx, settleTimeout)
+	return context.WithTimeout(context.WithoutCancel(ctx), settleTimeout)
 }
 
 // wall drops the monotonic reading: records are compared across processes, and
@@ -269,9 +269,12 @@ var (
 )
 
 func allowed(h http.Header, names []string) http.Header {
-	kept := make(http.Header, 2)
+	var kept http.Header
 	for _, name := range names {
 		if v := h[name]; len(v) > 0 {
+			if kept == nil {
+				kept = make(http.Header, 4)
+			}
 			kept[name] = append([]string(nil), v...)
 		}
 	}
@@ -302,7 +305,7 @@ func (c *call) replay(a *SavedResponse) *http.Response {
 	return &http.Response{
 		Status: fmt.Sprintf("%d %s", a.Status, http.StatusText(a.Status)), StatusCode: a.Status,
 		Proto: "HTTP/1.1", ProtoMajor: 1, ProtoMinor: 1,
-		Header: h, Body: io.NopCloser(bytes.NewReader(a.Body)), ContentLength: int64(len(a.Body)),
+		Header: h, Body: newMemoryBody(a.Body), ContentLength: int64(len(a.Body)),
 		Request: c.answerRequest(),
 	}
 }

@@ -218,7 +218,7 @@ type call struct {
 	bodyFailed bool   // GetBody failed in an attempt
 	key        string
 	print      [32]byte
-	body       *requestBody
+	body       requestBody
 
 	// the record, while it is ours
 	rec  Record
@@ -248,6 +248,7 @@ type call struct {
 	saved       bool // the answer is complete, in savedBody
 	savedBody   []byte
 	respBody    answerBody
+	answerReq   http.Request
 }
 
 func (c *call) context() context.Context {
@@ -528,6 +529,9 @@ func (a *answerContext) Value(key any) any {
 	return a.Context.Value(key)
 }
 
+// answerRequest is what a response's Request is: the caller's, with the way
+// back to the call.
 func (c *call) answerRequest() *http.Request {
-	return c.req.WithContext(&c.answer)
+	c.answerReq = *c.req.WithContext(&c.answer)
+	return &c.answerReq
 }

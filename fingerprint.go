@@ -38,16 +38,13 @@ const (
 // amounts can become one; "1" and "1.0" being two requests is the cheap mistake.
 // Whatever is not surely canonical is hashed raw, see appendCanonical.
 func fingerprint(method, scheme, host, target, contentType string, body []byte) [sha256.Size]byte {
+	buf := make([]byte, 0, headLen(method, scheme, host, target)+len(body))
 	if isJSON(contentType) {
-		buf := make([]byte, 0, headLen(method, scheme, host, target)+len(body))
-		buf = appendHead(buf, method, scheme, host, target, tagJSON)
-		if buf, ok := appendCanonical(buf, body); ok {
+		if buf, ok := appendCanonical(appendHead(buf, method, scheme, host, target, tagJSON), body); ok {
 			return sha256.Sum256(buf)
 		}
 	}
-	h := newFingerprint(method, scheme, host, target)
-	h.Write(body)
-	return [sha256.Size]byte(h.Sum(nil))
+	return sha256.Sum256(append(appendHead(buf, method, scheme, host, target, tagRaw), body...))
 }
 
 // fingerprintStream hashes a request whose body is too large to hold, raw. The

@@ -51,23 +51,28 @@ var (
 	errNothingWritten = errors.New("the connection was dead before anything was written")
 )
 
+// watch returns the context to send the attempt with. A trace of the caller's
+// own is called too.
+func (g *guard) watch(ctx context.Context) context.Context {
+	g.trace.GetConn = g.getConn
+	g.trace.GotConn = g.gotConn
+	return httptrace.WithClientTrace(ctx, &g.trace)
+}
+
 // arm prepares an attempt's clone, which has its body and its key already, and
-// returns the context to send it with.
-func (g *guard) arm(ctx context.Context, clone *http.Request, declared bool) context.Context {
+// no GetBody.
+func (g *guard) arm(clone *http.Request, declared bool) {
 	g.bodiless = clone.Body == nil || clone.Body == http.NoBody
 	if g.bodiless || !declared {
 		hideKeys(clone.Header)
 	}
-	clone.GetBody = nil
-	if !g.bodiless && !declared && g.up.proto.Load() != 2 && (clone.URL.Scheme == "http" || g.up.proto.Load() == 1) {
+	proto := g.up.proto.Load()
+	if !g.bodiless && !declared && (proto == 1 || proto == 0 && clone.URL.Scheme == "http") {
 		clone.GetBody = func() (io.ReadCloser, error) {
 			g.asked.Store(true)
 			return nil, errNothingWritten
 		}
 	}
-	g.trace.GetConn = g.getConn
-	g.trace.GotConn = g.gotConn
-	return httptrace.WithClientTrace(ctx, &g.trace)
 }
 
 func (g *guard) getConn(string) { g.getConns.Add(1) }

@@ -135,15 +135,14 @@ func deleteHeader(h http.Header, name string) {
 // recordID identifies an intent in a store. The parts are length-prefixed, so
 // that no two triples give one id; kind keeps names and callers' keys apart.
 func recordID(kind byte, upstream, scope, name string) string {
-	h := sha256.New()
-	h.Write([]byte{kind})
+	b := make([]byte, 0, 256) // enough for most: then it stays on the stack
+	b = append(b, kind)
 	for _, part := range [...]string{upstream, scope, name} {
-		var n [8]byte
-		binary.BigEndian.PutUint64(n[:], uint64(len(part)))
-		h.Write(n[:])
-		h.Write([]byte(part))
+		b = binary.BigEndian.AppendUint64(b, uint64(len(part)))
+		b = append(b, part...)
 	}
-	return hex.EncodeToString(h.Sum(nil))
+	sum := sha256.Sum256(b)
+	return string(hex.AppendEncode(make([]byte, 0, 2*sha256.Size), sum[:]))
 }
 
 const (

@@ -13,8 +13,8 @@ import (
 // ends. An error means "not known to have happened": the write may have been
 // made all the same, and Transport finds that out by the record's Owner.
 //
-// What a store returns is the caller's: it must not share memory with what
-// the store keeps.
+// A store may keep the memory of what it is given, which is not written to
+// afterwards. What it returns is the caller's: another copy each time.
 type KeyStore interface {
 	// Create inserts rec if no record has its id, and returns what is now
 	// stored; created tells whether that is rec. That a record exists is not

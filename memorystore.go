@@ -1,7 +1,6 @@
 package oncehttp
 
 import (
-	"container/list"
 	"context"
 	"fmt"
 	"slices"
@@ -23,14 +22,14 @@ const (
 type MemoryStore struct {
 	mu      sync.Mutex
 	entries map[string]*memoryEntry // guarded by mu
-	ended   list.List               // guarded by mu: ids of prunable records, the longest ended first
+	ended   memoryEntry             // guarded by mu: head of the ring of prunable entries, the longest ended next
 	bytes   int64                   // guarded by mu: of saved requests and answers
 	max     int                     // 0: maxMemoryRecords; for tests
 }
 
 type memoryEntry struct {
-	rec   Record
-	ended *list.Element // nil: not prunable
+	rec        Record
+	prev, next *memoryEntry // in the ring; nil: not prunable
 }
 
 // prunable reports whether losing the record costs no more than the memory of
@@ -73,7 +72,7 @@ func (m *MemoryStore) Create(ctx context.Context, rec Record) (Record, bool, err
 		m.entries = make(map[string]*memoryEntry)
 	}
 	rec.Version = 1
-	e := &memoryEntry{rec: rec.clone()}
+	e := &memoryEntry{rec: rec}
 	m.entries[rec.ID] = e
 	m.account(e, 0)
 	return rec, true, nil
@@ -109,7 +108,7 @@ func (m *MemoryStore) Update(ctx context.Context, rec Record) (Record, error) {
 	}
 	was := e.rec.bytes()
 	rec.Version++
-	e.rec = rec.clone()
+	e.rec = rec
 	m.account(e, was)
 	for m.bytes > maxMemoryAnswers && m.dropOldest() {
 	}
@@ -167,12 +166,12 @@ func (m *MemoryStore) Prune(ctx context.Context, before time.Time, limit int) (i
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	n := 0
-	for id, e := range m.entries {
+	for _, e := range m.entries {
 		if n >= limit || ctx.Err() != nil {
 			break
 		}
 		if (e.rec.State.prunable() || e.rec.State == StateReserved) && e.rec.Expires.Before(before) {
-			m.drop(id)
+			m.drop(e)
 			n++
 		}
 	}
@@ -183,32 +182,36 @@ func (m *MemoryStore) Prune(ctx context.Context, before time.Time, limit int) (i
 // held before. Called with mu held.
 func (m *MemoryStore) account(e *memoryEntry, was int64) {
 	m.bytes += e.rec.bytes() - was
-	switch ended := e.rec.State.prunable(); {
-	case ended && e.ended == nil:
-		e.ended = m.ended.PushBack(e.rec.ID)
-	case ended:
-		m.ended.MoveToBack(e.ended)
-	case e.ended != nil:
-		m.ended.Remove(e.ended)
-		e.ended = nil
+	e.unlink()
+	if e.rec.State.prunable() {
+		if m.ended.next == nil {
+			m.ended.prev, m.ended.next = &m.ended, &m.ended
+		}
+		e.prev, e.next = m.ended.prev, &m.ended
+		e.prev.next, m.ended.prev = e, e
+	}
+}
+
+func (e *memoryEntry) unlink() {
+	if e.next != nil {
+		e.prev.next, e.next.prev = e.next, e.prev
+		e.prev, e.next = nil, nil
 	}
 }
 
 // dropOldest is called with mu held.
 func (m *MemoryStore) dropOldest() bool {
-	oldest := m.ended.Front()
-	if oldest != nil {
-		m.drop(oldest.Value.(string))
+	oldest := m.ended.next
+	if oldest == nil || oldest == &m.ended {
+		return false
 	}
-	return oldest != nil
+	m.drop(oldest)
+	return true
 }
 
 // drop is called with mu held.
-func (m *MemoryStore) drop(id string) {
-	e := m.entries[id]
-	if e.ended != nil {
-		m.ended.Remove(e.ended)
-	}
+func (m *MemoryStore) drop(e *memoryEntry) {
+	e.unlink()
 	m.bytes -= e.rec.bytes()
-	delete(m.entries, id)
+	delete(m.entries, e.rec.ID)
 }

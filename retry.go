@@ -10,6 +10,7 @@ import (
 	"math/rand/v2"
 	"mime"
 	"net/http"
+	"net/url"
 	"strings"
 	"time"
 )
@@ -214,12 +215,28 @@ func (c *insideContext) Value(key any) any {
 	return c.Context.Value(key)
 }
 
+// attemptRequest is what one attempt has of its own, in one allocation. It is
+// never used again: a connection may hold on to it.
+type attemptRequest struct {
+	req   http.Request
+	url   url.URL
+	key   [1]string
+	guard guard
+}
+
 // clone makes the attempt's own request. Header and URL are deep copies: an
 // attempt that was given up may still be writing them when the next starts.
 func (c *call) clone(ctx context.Context) (*http.Request, *guard, error) {
-	clone := c.req.WithContext(ctx)
-	u := *c.req.URL
-	clone.URL = &u
+	a := new(attemptRequest)
+	var g *guard
+	if c.class != safe {
+		g = &a.guard
+		g.cancel, g.up, g.plainH1 = c.cancel, c.up, c.st.plainH1 || c.up.proto.Load() == 1
+		ctx = g.watch(ctx)
+	}
+	a.req, a.url = *c.req.WithContext(ctx), *c.req.URL
+	clone := &a.req
+	clone.URL = &a.url
 	clone.Header = c.req.Header.Clone()
 	if clone.Header == nil {
 		clone.Header = make(http.Header, 2)
@@ -230,7 +247,8 @@ func (c *call) clone(ctx context.Context) (*http.Request, *guard, error) {
 	}
 	if c.key != "" && c.class != safe {
 		deleteHeader(clone.Header, c.pol.KeyHeader)
-		clone.Header[http.CanonicalHeaderKey(c.pol.KeyHeader)] = []string{c.key}
+		a.key[0] = c.key
+		clone.Header[http.CanonicalHeaderKey(c.pol.KeyHeader)] = a.key[:]
 	}
 	setDeadlineHeader(clone.Header, c.pol.DeadlineHeader, c.limit)
 	if c.body.stream == nil && clone.Trailer != nil {
@@ -243,13 +261,11 @@ func (c *call) clone(ctx context.Context) (*http.Request, *guard, error) {
 		c.bodyFailed = true
 		return nil, nil, err
 	}
-	if c.class == safe {
-		clone.GetBody = nil
-		return clone, nil, nil
+	clone.GetBody = nil
+	if g != nil {
+		g.arm(clone, c.honored())
 	}
-	g := &guard{cancel: c.cancel, up: c.up, plainH1: c.st.plainH1 || c.up.proto.Load() == 1}
-	ctx = g.arm(ctx, clone, c.honored())
-	return clone.WithContext(ctx), g, nil
+	return clone, g, nil
 }
 
 // honored reports whether sending the key again is safe.
@@ -349,7 +365,7 @@ func (c *call) keep(resp *http.Response) error {
 		return err
 	case all:
 		resp.Body.Close()
-		resp.Body = io.NopCloser(bytes.NewReader(buf))
+		resp.Body = newMemoryBody(buf)
 		c.savedBody, c.saved = buf, true
 	default:
 		resp.Body = &peekedBody{r: io.MultiReader(bytes.NewReader(buf), resp.Body), Closer: resp.Body}
@@ -480,6 +496,6 @@ func (c *call) discard(resp *http.Response) *http.Response {
 		return nil
 	}
 	last := *resp
-	last.Body = io.NopCloser(bytes.NewReader(buf))
+	last.Body = newMemoryBody(buf)
 	return &last
 }

@@ -134,12 +134,11 @@ func (c *call) abandon() {
 
 // closeBody closes the request's body, if an attempt does not still have it.
 func (c *call) closeBody() {
-	if c.body != nil {
-		c.body.close()
-	} else if c.req != nil && c.req.Body != nil && !c.bodyTaken {
+	c.body.close()
+	if !c.bodyTaken && c.req != nil && c.req.Body != nil {
+		c.bodyTaken = true
 		c.req.Body.Close()
 	}
-	c.bodyTaken = true
 }
 
 // Key returns the idempotency key of req's intent, made and persisted if it
