@@ -101,6 +101,11 @@ func (c *call) claim() (*http.Response, error) {
 		if c.callersKey && stored.Key != rec.Key {
 			what = nextMismatch
 		}
+		if what == nextUnsafe && c.name == "" && stored.State != StateUnknown {
+			// Who puts a key in by hand and calls again sends it again on
+			// purpose, as an SDK does that retries by itself.
+			what = nextResend
+		}
 		switch what {
 		case nextSend, nextResend:
 			c.doubt = what == nextResend

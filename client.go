@@ -207,8 +207,8 @@ type call struct {
 	pol        *Policy
 	method     string
 	class      methodClass
-	prev       *call // of a redirect: the hop before
-	stripKeys  bool  // of a redirect that became a GET
+	prev       *call  // of a redirect: the hop before
+	becameGet  string // of a redirect that made a GET of it: the header that had the key
 	scope      string
 	name       string // of the intent
 	id         string // of the record; "" if there is none
@@ -226,7 +226,8 @@ type call struct {
 
 	// how it goes
 	n, tries, polls, fives int
-	attempts               int
+	attempts, status       int
+	firstSent              time.Time
 	doubt                  bool // a send, of this call or an earlier one, may have had its effect
 	answered               bool // an answer said that it was turned away
 	waited                 time.Duration
@@ -336,7 +337,12 @@ func (c *call) what() error {
 	if c.class == safe || hop {
 		named, hasKey = false, false
 	}
-	c.stripKeys = hop && c.class == safe && c.prev.class != safe
+	if hop && c.class == safe {
+		c.becameGet = c.prev.becameGet
+		if c.prev.class != safe {
+			c.becameGet = c.prev.pol.KeyHeader
+		}
+	}
 	if named {
 		if err := checkIntentName(name); err != nil {
 			return c.end(NotSent, ErrInvalid, err)

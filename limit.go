@@ -34,7 +34,8 @@ func (l *limits) reserve(now time.Time) (wait time.Duration, giveBack func()) {
 	return r.DelayFrom(now), func() { r.CancelAt(now) }
 }
 
-// acquire waits for an in-flight slot until ctx ends or over is closed.
+// acquire waits for an in-flight slot as long as an attempt still fits before
+// until, or until ctx ends or over is closed.
 func (l *limits) acquire(ctx context.Context, until time.Time, over <-chan struct{}) bool {
 	if l.slot == nil {
 		return true
@@ -46,7 +47,7 @@ func (l *limits) acquire(ctx context.Context, until time.Time, over <-chan struc
 	}
 	var expired <-chan time.Time
 	if !until.IsZero() {
-		timer := time.NewTimer(time.Until(until))
+		timer := time.NewTimer(time.Until(until) - minAttempt)
 		defer timer.Stop()
 		expired = timer.C
 	}

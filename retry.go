@@ -44,7 +44,7 @@ func (c *call) admit() (reason, err error) {
 	if !fits(now, 0, c.until) {
 		return ErrDeadline, nil
 	}
-	if c.doubt && c.class == unsafe && c.held && !c.rec.insideWindow(c.pol, now) {
+	if c.keyExpired(now) {
 		return ErrKeyExpired, nil
 	}
 	if err := c.renew(0); err != nil {
@@ -78,6 +78,18 @@ func (c *call) admit() (reason, err error) {
 	c.slots, c.breakerDone = true, done
 	c.up.inFlight.Add(1)
 	return nil, nil
+}
+
+// keyExpired reports whether a send at that time could be taken as new, because
+// the upstream may have forgotten the key of an earlier one.
+func (c *call) keyExpired(at time.Time) bool {
+	switch {
+	case !c.doubt || c.class != unsafe:
+		return false
+	case c.held:
+		return !c.rec.insideWindow(c.pol, at)
+	}
+	return c.pol.KeyWindow != Off && !c.firstSent.IsZero() && at.Sub(c.firstSent) >= c.pol.KeyWindow
 }
 
 // overOr is the caller's end as a reason, or other if the caller still waits.
@@ -122,7 +134,9 @@ func (c *call) attempt() (*http.Response, judgement, error) {
 	defer func() { c.leave(result) }()
 
 	start := time.Now()
-	c.n++
+	if c.n++; c.firstSent.IsZero() {
+		c.firstSent = start
+	}
 	ctx := c.attemptContext(start)
 	info := AttemptInfo{Upstream: c.up.name, RecordID: c.id, Method: c.method, N: c.n}
 	ctx = c.st.trace.attemptStart(ctx, info)
@@ -153,8 +167,11 @@ func (c *call) attempt() (*http.Response, judgement, error) {
 	status := 0
 	if resp != nil {
 		status, replay = resp.StatusCode, j.replay
+		c.status = status
 	}
-	result = breakerResult(status, replay, err, end)
+	if result = breakerResult(status, replay, err, end); c.stale {
+		result = errBreakerExcluded // of the pool, not of the upstream
+	}
 	info.Status, info.Err, info.Elapsed, info.Verdict = status, err, time.Since(start), j.kind
 	c.st.trace.attemptDone(ctx, info)
 	return resp, j, err
@@ -241,9 +258,8 @@ func (c *call) clone(ctx context.Context) (*http.Request, *guard, error) {
 	if clone.Header == nil {
 		clone.Header = make(http.Header, 2)
 	}
-	if c.stripKeys {
-		deleteHeader(clone.Header, c.pol.KeyHeader)
-		deleteHeader(clone.Header, c.prev.pol.KeyHeader)
+	if c.becameGet != "" {
+		deleteHeader(clone.Header, c.becameGet)
 	}
 	if c.key != "" && c.class != safe {
 		deleteHeader(clone.Header, c.pol.KeyHeader)
@@ -283,6 +299,7 @@ func (c *call) prepare(clone *http.Request) error {
 	if c.body.replayable() && c.body.stream == nil && !c.body.none {
 		// A signer may read the body; what is sent is attached afterwards.
 		if err := c.body.attach(clone); err != nil {
+			c.bodyFailed = true
 			return err
 		}
 		defer clone.Body.Close()
@@ -309,22 +326,27 @@ func (c *call) judge(resp *http.Response, err error, g *guard) (*http.Response, 
 	if err == nil && resp.ProtoMajor > 0 {
 		c.up.proto.Store(int32(resp.ProtoMajor))
 	}
-	if g != nil && g.vetoed.Load() && err != nil {
-		err = errHiddenSend
-	}
-	if err != nil && context.Cause(c.attemptCtx) == errAttemptTimeout && c.over() == nil {
-		err = errAttemptTimeout
+	sent := true
+	if err != nil {
+		// What was sent is judged by the base's own error; the caller gets
+		// one that says who ended the attempt.
+		sent = !neverSent(err)
+		if g != nil {
+			sent = !g.nothingSent(err)
+			c.stale = g.stale() && g.reused.Load()
+		}
+		switch {
+		case g != nil && g.vetoed.Load():
+			err = errHiddenSend
+		case context.Cause(c.attemptCtx) == errAttemptTimeout && c.over() == nil:
+			err = errAttemptTimeout
+		}
 	}
 	if c.pol.Classify != nil {
 		v = c.pol.Classify(Attempt{Request: c.req, Response: resp, Err: err, N: c.n,
 			Repeat: c.doubt || c.n > 1, Ambiguous: c.doubt})
 	}
 	if err != nil {
-		sent := !neverSent(err)
-		if g != nil {
-			sent = !g.nothingSent(err)
-			c.stale = g.stale() && g.reused.Load()
-		}
 		j := judgeError(err, sent)
 		if v.Kind != VerdictDefault {
 			j.kind, j.final, j.stop = v.Kind, true, false
@@ -443,6 +465,9 @@ func (c *call) next(resp *http.Response, j judgement, err error) (wait time.Dura
 	if !fits(now, wait, c.until) {
 		c.retryAt = now.Add(wait)
 		return 0, ErrDeadline
+	}
+	if c.keyExpired(now.Add(wait)) {
+		return 0, ErrKeyExpired
 	}
 	if retryAt, open := c.up.breaker.open(now); open {
 		c.retryAt = retryAt

@@ -46,7 +46,6 @@ func (c *call) conclude(resp *http.Response, j judgement, reason, err error) (*h
 		c.up.budget.earn()
 	}
 	c.fill(o, reason, func(r *Report) {
-		r.Status = resp.StatusCode
 		r.Replayed = r.Replayed || j.replay
 	})
 	resp.Request = c.answerRequest()
@@ -82,7 +81,7 @@ func joinCause(cause, err error) error {
 func (c *call) bodyEnded(err error) {
 	c.cancelAttempt()
 	o := c.report.get().Outcome
-	if err != nil && o == Done {
+	if err != nil && o == Done && c.becameGet == "" {
 		o = Unknown
 		c.report.set(func(r *Report) { r.Outcome = Unknown })
 	}
@@ -103,12 +102,15 @@ func (c *call) fill(o Outcome, reason error, more func(*Report)) {
 	if c.prev != nil {
 		before := c.prev.report.get()
 		attempts += before.Attempts
-		if c.class == safe && c.prev.class != safe {
+		if c.becameGet != "" {
 			o = before.Outcome // the GET that a 303 leads to tells nothing about the POST
 		}
 	}
 	c.report.set(func(r *Report) {
 		r.Outcome, r.Reason, r.Attempts = o, reason, attempts
+		if c.status != 0 {
+			r.Status = c.status
+		}
 		r.RetryAt, r.Waited = c.retryAt, c.waited
 		if more != nil {
 			more(r)

@@ -165,6 +165,10 @@ func judgeStatus(status int, s situation) judgement {
 		return judgement{kind: VerdictDone, final: true}
 	case status == http.StatusSeeOther:
 		return judgement{kind: VerdictDone}
+	case s.class != safe && (status == http.StatusMovedPermanently || status == http.StatusFound):
+		// Most web frameworks answer a POST that they carried out with 302;
+		// RFC 9110 §15.4.3 lets it mean both.
+		return judgement{kind: VerdictAmbiguous, stop: true}
 	case status == http.StatusRequestTimeout, status == http.StatusInternalServerError, status == http.StatusBadGateway,
 		status == http.StatusServiceUnavailable, status == http.StatusGatewayTimeout:
 		return judgement{kind: VerdictAmbiguous}
