@@ -173,7 +173,9 @@ func (r Record) resume(claim *Record, what next, lease, now time.Time) Record {
 // hold takes a record that is ours.
 func (c *call) hold(stored Record) {
 	c.rec, c.held = stored, true
-	c.key = stored.Key
+	if c.pol.Keys != KeysOff {
+		c.key = stored.Key // not so if it was made for the body (Transport.Key)
+	}
 }
 
 // lease is until when a run that starts, or waits, now may be at work.

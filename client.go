@@ -278,7 +278,8 @@ func (c *call) do() (*http.Response, error) {
 	if err := c.who(); err != nil {
 		return nil, c.end(NotSent, ErrInvalid, err)
 	}
-	if c.req.Method == http.MethodConnect || isUpgrade(c.req.Header) {
+	inside, _ := c.ctx.Value(insideKey{}).(bool)
+	if inside || c.req.Method == http.MethodConnect || isUpgrade(c.req.Header) {
 		return c.passThrough()
 	}
 	c.until = callUntil(c.ctx, c.pol.MaxElapsed, c.start)
@@ -315,12 +316,6 @@ func (c *call) who() error {
 			return err
 		}
 		c.pol = pol
-	}
-	if inside, _ := c.ctx.Value(insideKey{}).(bool); inside {
-		// Retry at one layer: this call is part of an attempt already.
-		pol := *c.pol
-		pol.MaxAttempts, pol.Keys = 1, KeysOff
-		c.pol = &pol
 	}
 	c.report.set(func(r *Report) { r.Upstream = c.up.name })
 	return nil
@@ -468,8 +463,9 @@ func (c *call) follow() error {
 	return nil
 }
 
-// passThrough is for CONNECT and Upgrade: the connection becomes the caller's
-// own, so there is one attempt and nothing is wrapped.
+// passThrough makes one attempt and wraps nothing. It is for CONNECT and
+// Upgrade, whose connection becomes the caller's own, and for calls that are
+// part of an attempt already: retries belong to one layer.
 func (c *call) passThrough() (*http.Response, error) {
 	req := c.req
 	if c.st.prepare != nil {

@@ -406,6 +406,10 @@ func readable(contentType string) bool {
 // next decides whether to go on. A reason, or a negative wait, ends the call:
 // with a reason if retrying stopped, without if the answer is final.
 func (c *call) next(resp *http.Response, j judgement, err error) (wait time.Duration, reason error) {
+	now := time.Now()
+	if j.asked {
+		c.retryAt = now.Add(j.wait)
+	}
 	if err != nil && c.over() != nil {
 		c.doubt = c.doubt || j.kind == VerdictAmbiguous
 		return 0, overReason(c.over())
@@ -428,7 +432,6 @@ func (c *call) next(resp *http.Response, j judgement, err error) (wait time.Dura
 		c.n--
 		return 0, nil
 	}
-	now := time.Now()
 	switch {
 	case j.kind == VerdictAmbiguous && c.class == unsafe && !c.honored():
 		return 0, ErrUnsafe
@@ -452,7 +455,6 @@ func (c *call) next(resp *http.Response, j judgement, err error) (wait time.Dura
 		wait = backoff(c.pol.BaseDelay, c.pol.MaxDelay, c.tries-1, rand.Int64N)
 	}
 	if j.asked {
-		c.retryAt = now.Add(j.wait)
 		if j.wait > max(c.pol.MaxRetryAfter, 0) {
 			return 0, ErrDeadline
 		}

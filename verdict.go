@@ -238,7 +238,7 @@ func permanent(err error) bool {
 // refusedLocally reports whether net/http itself refused the request. It has
 // no type for this; a test pins the texts.
 func refusedLocally(err error) bool {
-	text := err.Error()
+	text := baseText(err)
 	return strings.HasPrefix(text, "unsupported protocol scheme") ||
 		strings.HasPrefix(text, "net/http: invalid ") ||
 		strings.HasPrefix(text, "http: no Host") ||
@@ -254,7 +254,7 @@ func neverSent(err error) bool {
 	}
 	var dns *net.DNSError
 	return errors.As(err, &dns) || certificateError(err) || refusedLocally(err) ||
-		err.Error() == "net/http: TLS handshake timeout"
+		baseText(err) == "net/http: TLS handshake timeout"
 }
 
 // certificateError finds every form in which Go tells of a bad certificate;
@@ -276,11 +276,21 @@ func certificateError(err error) bool {
 // proxyRefusal returns the status of a proxy that refused CONNECT, or 0.
 // net/http gives it as an error whose whole text is the reason phrase.
 func proxyRefusal(err error) int {
-	text := err.Error()
+	text := baseText(err)
 	for code := 400; code < 600; code++ {
 		if s := http.StatusText(code); s != "" && strings.EqualFold(s, text) {
 			return code
 		}
 	}
 	return 0
+}
+
+// baseText is the text of net/http's own error, also if a Transport of this
+// package below us has wrapped it.
+func baseText(err error) string {
+	var e *Error
+	if errors.As(err, &e) && e.Err != nil {
+		err = e.Err
+	}
+	return err.Error()
 }
