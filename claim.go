@@ -133,6 +133,15 @@ func (c *call) claim() (*http.Response, error) {
 	}
 }
 
+// mismatchAdvice says what became of the request that has the name already:
+// calling under a new name is right after one of them only.
+var mismatchAdvice = map[Outcome]string{
+	Unknown:  "the earlier one may have been done; find that out before anything is sent under a new name",
+	NotSent:  "the earlier one was not done; call it again, or use a new name for this one",
+	Rejected: "the earlier one was rejected; a corrected request is a new intent and needs a new name",
+	Done:     "the earlier one was done; a new name would do it twice",
+}
+
 // answerFrom ends a call that may not send: with the stored answer, or with
 // the reason.
 func (c *call) answerFrom(r *Record, what next, now time.Time) (*http.Response, error) {
@@ -145,7 +154,7 @@ func (c *call) answerFrom(r *Record, what next, now time.Time) (*http.Response, 
 		c.report.set(func(rep *Report) { rep.Outcome, rep.Replayed = r.outcome(), true })
 		return c.replay(r.Response), nil
 	case nextMismatch:
-		return nil, c.end(NotSent, ErrIntentMismatch, nil)
+		return nil, c.end(NotSent, ErrIntentMismatch, errors.New(mismatchAdvice[r.outcome()]))
 	case nextUnsafe:
 		return nil, c.end(Unknown, ErrUnsafe, nil)
 	case nextExpired:

@@ -51,7 +51,7 @@ type Report struct {
 	Status   int           // the last answer's status code, 0 if there was none
 	Replayed bool          // the answer is a copy: from the key store, or so marked by the upstream
 	RetryAt  time.Time     // when calling again can make sense; zero if nothing is known
-	Waited   time.Duration // spent between attempts
+	Waited   time.Duration // spent between attempts and on the rate and in-flight limits
 	Upstream string        // its name, see Transport.UpstreamOf
 	Intent   string        // its name, "" if anonymous
 	RecordID string        // its id in the key store, "" if it has no record
@@ -71,7 +71,7 @@ var (
 	// ErrDeadline: the caller's deadline, or Policy.MaxElapsed, is over or
 	// would be before the next attempt; or Retry-After asks for longer than
 	// Policy.MaxRetryAfter.
-	ErrDeadline = errors.New("no time left for another attempt")
+	ErrDeadline = errors.New("no time for another attempt (deadline, MaxElapsed or MaxRetryAfter)")
 	// ErrUnsafe: another send could repeat the effect, because the upstream
 	// is not declared to honour keys (Policy.Keys).
 	ErrUnsafe = errors.New("not safe to send again")
@@ -109,9 +109,12 @@ type Error struct {
 func (e *Error) Error() string {
 	var b strings.Builder
 	b.WriteString("oncehttp: ")
-	b.WriteString(e.Outcome.String())
+	known := map[Outcome][2]string{
+		Unknown: {"outcome unknown", " at "}, NotSent: {"not sent", " to "}, Rejected: {"rejected", " by "}, Done: {"done", " at "},
+	}[e.Outcome]
+	b.WriteString(known[0])
 	if e.Upstream != "" {
-		b.WriteString(" to ")
+		b.WriteString(known[1])
 		b.WriteString(e.Upstream)
 	}
 	if e.Attempts > 1 {
@@ -136,14 +139,10 @@ func (e *Error) Error() string {
 // advice says what to do, where the outcome and the reason tell.
 func (e *Error) advice() string {
 	switch {
-	case errors.Is(e.Reason, ErrIntentMismatch):
-		return "use one intent name for one request; a corrected request is a new intent"
 	case errors.Is(e.Reason, ErrInFlight):
 		return "call again for the same intent later, or set WaitInFlight"
 	case errors.Is(e.Reason, ErrSettled):
 		return "nothing was sent; look the result up at the upstream"
-	case errors.Is(e.Reason, ErrInvalid):
-		return ""
 	case errors.Is(e.Reason, ErrUnsafe), errors.Is(e.Reason, ErrKeyExpired):
 		return "it may have been done: look it up at the upstream, then tell Transport.Settle"
 	case e.Outcome == Unknown && e.Intent != "":

@@ -27,8 +27,7 @@ func (c *call) loop() (*http.Response, error) {
 			return c.conclude(resp, j, reason, err)
 		}
 		c.last, c.lastErr, c.lastJudgement = c.discard(resp), err, j
-		c.st.trace.wait(c.ctx, WaitInfo{Upstream: c.up.name, RecordID: c.id, N: c.n + 1, Delay: wait, Asked: j.asked})
-		if reason, err := c.pause(wait); reason != nil {
+		if reason, err := c.pause(wait, j.asked); reason != nil {
 			return c.conclude(nil, j, reason, err)
 		}
 	}
@@ -60,12 +59,14 @@ func (c *call) admit() (reason, err error) {
 			c.retryAt = now.Add(wait)
 			return ErrDeadline, nil
 		}
-		if reason, err := c.pause(wait); reason != nil {
+		if reason, err := c.pause(wait, false); reason != nil {
 			giveBack()
 			return reason, err
 		}
 	}
-	if !c.up.limits.acquire(c.ctx, c.until, c.canceled()) {
+	waited, ok := c.up.limits.acquire(c.ctx, c.until, c.canceled())
+	c.waited += waited
+	if !ok {
 		return c.overOr(ErrDeadline), c.over()
 	}
 	done, ok := c.up.breaker.allow()
@@ -485,7 +486,8 @@ func (c *call) next(resp *http.Response, j judgement, err error) (wait time.Dura
 const maxPolls = 10
 
 // pause keeps the lease alive and waits. It returns the reason to stop, or nil.
-func (c *call) pause(wait time.Duration) (reason, err error) {
+func (c *call) pause(wait time.Duration, asked bool) (reason, err error) {
+	c.st.trace.wait(c.ctx, WaitInfo{Upstream: c.up.name, RecordID: c.id, N: c.n + 1, Delay: wait, Asked: asked})
 	if err := c.renew(wait); err != nil {
 		return ErrStore, fmt.Errorf("renewing the lease: %w", err)
 	}

@@ -180,7 +180,10 @@ func (t *Transport) Key(req *http.Request) (string, error) {
 // became of it, for instance from a webhook: Done or Rejected for good, or
 // NotSent, so that it may be called again. note is kept in the record. An
 // intent that has ended already must have ended the same way, else the error
-// is ErrSettled; one that is under way is ErrInFlight.
+// is ErrSettled; one that is under way is ErrInFlight. Of req, which is not
+// sent, only the URL's host, the header's key and the context count; in a
+// webhook's handler a request made with http.NewRequestWithContext and
+// WithIntent will do.
 func (t *Transport) Settle(req *http.Request, o Outcome, note string) error {
 	c, err := t.about(req)
 	if err != nil {
