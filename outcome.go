@@ -4,9 +4,11 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"iter"
 	"net/http"
 	"net/url"
 	"regexp"
+	"strconv"
 	"strings"
 	"sync"
 	"time"
@@ -178,13 +180,48 @@ func (e *Error) Timeout() bool {
 // net/url, and many RoundTrippers, put the whole URL into their errors, with
 // the userinfo and the query.
 func safeText(err error) string {
-	return urlInText.ReplaceAllStringFunc(err.Error(), func(raw string) string {
-		u, err := url.Parse(raw)
-		if err != nil {
-			return "(url)"
+	text := err.Error()
+	for e := range errorTree(err) {
+		if u, ok := e.(*url.Error); ok && u.URL != "" {
+			// Known exactly, whatever characters it holds.
+			text = strings.ReplaceAll(text, strings.Trim(strconv.Quote(u.URL), `"`), hostOnly(u.URL))
+			text = strings.ReplaceAll(text, u.URL, hostOnly(u.URL))
 		}
-		return u.Scheme + "://" + u.Host
-	})
+	}
+	return urlInText.ReplaceAllStringFunc(text, hostOnly)
+}
+
+func hostOnly(raw string) string {
+	u, err := url.Parse(raw)
+	if err != nil {
+		return "(url)"
+	}
+	return u.Scheme + "://" + u.Host
+}
+
+// errorTree yields err and everything that it wraps.
+func errorTree(err error) iter.Seq[error] {
+	return func(yield func(error) bool) { walkErrors(err, yield) }
+}
+
+func walkErrors(err error, yield func(error) bool) bool {
+	if err == nil {
+		return true
+	}
+	if !yield(err) {
+		return false
+	}
+	switch e := err.(type) {
+	case interface{ Unwrap() error }:
+		return walkErrors(e.Unwrap(), yield)
+	case interface{ Unwrap() []error }:
+		for _, inner := range e.Unwrap() {
+			if !walkErrors(inner, yield) {
+				return false
+			}
+		}
+	}
+	return true
 }
 
 var urlInText = regexp.MustCompile(`[A-Za-z][A-Za-z0-9+.-]*://[^\s"'<>]+`)

@@ -39,8 +39,7 @@ func (c *call) conclude(resp *http.Response, j judgement, reason, err error) (*h
 		if c.bodyFailed {
 			reason = ErrBody
 		}
-		c.settle(o, turnedAway, nil)
-		return nil, c.end(o, reason, err)
+		return nil, c.end(c.settle(o, turnedAway, nil), reason, err)
 	}
 	if reason == nil && (j.kind == VerdictDone || j.kind == VerdictRejected) {
 		c.up.budget.earn()
@@ -64,7 +63,9 @@ func (c *call) conclude(resp *http.Response, j judgement, reason, err error) (*h
 		if c.saved && (o == Done || o == Rejected) {
 			saved = &SavedResponse{Status: resp.StatusCode, Header: allowed(resp.Header, savedHeaders), Body: c.savedBody}
 		}
-		c.settle(o, turnedAway, saved)
+		if known := c.settle(o, turnedAway, saved); known != o {
+			c.report.set(func(r *Report) { r.Outcome = known })
+		}
 	}
 	return resp, nil
 }
@@ -81,17 +82,20 @@ func joinCause(cause, err error) error {
 func (c *call) bodyEnded(err error) {
 	c.cancelAttempt()
 	o := c.report.get().Outcome
+	known := o
 	if err != nil && o == Done && c.becameGet == "" {
-		o = Unknown
-		c.report.set(func(r *Report) { r.Outcome = Unknown })
+		known = Unknown
 	}
-	c.settle(o, false, nil)
+	if known = c.settle(known, false, nil); known != o {
+		c.report.set(func(r *Report) { r.Outcome = known })
+	}
 }
 
 // end makes the *Error of a call that returns no response, and closes the
 // request's body.
 func (c *call) end(o Outcome, reason, err error) error {
 	c.closeBody()
+	c.leaveHere()
 	c.fill(o, reason, nil)
 	return &Error{Report: c.report.get(), Err: err}
 }
