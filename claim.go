@@ -379,6 +379,7 @@ func (c *call) savedRequest() *SavedRequest {
 // replay makes a response of a saved answer.
 func (c *call) replay(a *SavedResponse) *http.Response {
 	c.body.close()
+	c.leaveHere()
 	h := a.Header
 	if h == nil {
 		h = make(http.Header)

@@ -191,12 +191,23 @@ func safeText(err error) string {
 	return urlInText.ReplaceAllStringFunc(text, hostOnly)
 }
 
+// hostOnly cuts a URL, and what stands around it up to the next space, down to
+// scheme and host. What follows a bare host, such as a quote, stays.
 func hostOnly(raw string) string {
-	u, err := url.Parse(raw)
-	if err != nil {
-		return "(url)"
+	scheme, rest, _ := strings.Cut(raw, "://")
+	path := strings.IndexAny(rest, "/?#")
+	authority := rest
+	if path >= 0 {
+		authority = rest[:path]
 	}
-	return u.Scheme + "://" + u.Host
+	host := authority[strings.LastIndexByte(authority, '@')+1:]
+	end := strings.IndexFunc(host, func(r rune) bool {
+		return !('a' <= r && r <= 'z' || 'A' <= r && r <= 'Z' || '0' <= r && r <= '9' || strings.ContainsRune(".-:[]", r))
+	})
+	if end >= 0 && path >= 0 {
+		host = host[:end]
+	}
+	return scheme + "://" + host
 }
 
 // errorTree yields err and everything that it wraps.
@@ -224,7 +235,7 @@ func walkErrors(err error, yield func(error) bool) bool {
 	return true
 }
 
-var urlInText = regexp.MustCompile(`[A-Za-z][A-Za-z0-9+.-]*://[^\s"'<>]+`)
+var urlInText = regexp.MustCompile(`[A-Za-z][A-Za-z0-9+.-]*://\S+`)
 
 // OutcomeOf tells the outcome of a call from what http.Client or RoundTrip
 // returned. For answers and errors that are not ours it is Unknown. Before
