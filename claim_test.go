@@ -778,7 +778,9 @@ func TestARunWithoutAnyDeadlineKeepsItsLeaseOverLongWaits(t *testing.T) {
 	})
 }
 
-// What an earlier life of the same owner left is taken over at once: it cannot
+// cases.md A29: a container died in mid-request, and its library could only
+// invent another key. What an earlier life of the same owner left is taken over
+// at once, under its key: it cannot
 // be at work any more. Anyone else's lease is waited for.
 func TestAnEarlierLifeIsTakenOverAtOnceAndAnotherOwnerIsNot(t *testing.T) {
 	for name, c := range map[string]struct {

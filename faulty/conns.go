@@ -6,6 +6,7 @@ import (
 	"net"
 	"net/http"
 	"slices"
+	"sync"
 )
 
 // serverConn is what is known of a connection of the net/http server. Its
@@ -114,3 +115,47 @@ func reset(c net.Conn) {
 	}
 	c.Close()
 }
+
+// backListener is how the proxies reach the net/http server.
+type backListener struct {
+	conns  chan net.Conn
+	closed chan struct{}
+	once   sync.Once
+}
+
+// backConn is the server's end of a proxy's connection.
+type backConn struct {
+	net.Conn
+	proxy *proxy
+}
+
+func newBackListener() *backListener {
+	return &backListener{conns: make(chan net.Conn), closed: make(chan struct{})}
+}
+
+// serve hands c to the server and reports whether that is still there.
+func (l *backListener) serve(c net.Conn) bool {
+	select {
+	case l.conns <- c:
+		return true
+	case <-l.closed:
+		c.Close()
+		return false
+	}
+}
+
+func (l *backListener) Accept() (net.Conn, error) {
+	select {
+	case c := <-l.conns:
+		return c, nil
+	case <-l.closed:
+		return nil, net.ErrClosed
+	}
+}
+
+func (l *backListener) Close() error {
+	l.once.Do(func() { close(l.closed) })
+	return nil
+}
+
+func (l *backListener) Addr() net.Addr { return hostAddr("backend") }

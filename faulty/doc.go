@@ -14,7 +14,8 @@
 //
 // [Server] fails on real connections, over HTTP/1.1, TLS or HTTP/2, down to
 // GOAWAY and RST_STREAM; what the client sees is what net/http makes of it,
-// its hidden repeats included. [Transport] makes the same faults without
-// sockets, around any RoundTripper; over [Handler] it runs inside a
-// testing/synctest bubble, where hours of Retry-After pass in no time.
+// its hidden repeats included. In memory ([NewMemoryServer]) it runs inside
+// a testing/synctest bubble, where hours of Retry-After pass in no time, and
+// so does [Transport] over [Handler]. A Transport makes the same faults without
+// sockets, around any RoundTripper, with errors shaped as net/http's.
 package faulty

@@ -345,50 +345,6 @@ func (p *proxy) close() {
 	p.back.Close()
 }
 
-// backListener is how the proxies reach the net/http server.
-type backListener struct {
-	conns  chan net.Conn
-	closed chan struct{}
-	once   sync.Once
-}
-
-// backConn is the server's end of a proxy's connection.
-type backConn struct {
-	net.Conn
-	proxy *proxy
-}
-
-func newBackListener() *backListener {
-	return &backListener{conns: make(chan net.Conn), closed: make(chan struct{})}
-}
-
-// serve hands c to the server and reports whether that is still there.
-func (l *backListener) serve(c net.Conn) bool {
-	select {
-	case l.conns <- c:
-		return true
-	case <-l.closed:
-		c.Close()
-		return false
-	}
-}
-
-func (l *backListener) Accept() (net.Conn, error) {
-	select {
-	case c := <-l.conns:
-		return c, nil
-	case <-l.closed:
-		return nil, net.ErrClosed
-	}
-}
-
-func (l *backListener) Close() error {
-	l.once.Do(func() { close(l.closed) })
-	return nil
-}
-
-func (l *backListener) Addr() net.Addr { return hostAddr("backend") }
-
 // claim takes the label off r, which then looks as if it had come without a
 // proxy, and returns its stream and whether that is not the first.
 func (p *proxy) claim(r *http.Request) (id uint32, reused bool) {
