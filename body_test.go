@@ -317,6 +317,7 @@ func (b *pooledBody) Close() error {
 	defer b.mu.Unlock()
 	if b.buf != nil {
 		clear(b.buf)
+		//lint:ignore SA6002 it is what such pools do
 		bodyPool.Put(b.buf)
 		b.buf = nil
 	}

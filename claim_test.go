@@ -53,16 +53,6 @@ func once(f fault) fault {
 	}
 }
 
-// from is f from the n-th call on.
-func from(n int, f fault) fault {
-	return func(ctx context.Context, do func() error) error {
-		if n--; n <= 0 {
-			return f(ctx, do)
-		}
-		return do()
-	}
-}
-
 func (f fault) run(ctx context.Context, do func() error) error {
 	if f == nil {
 		return do()

@@ -143,7 +143,7 @@ func TestTheBodyIsClosedOnEveryPath(t *testing.T) {
 					ctx = t.Context()
 				}
 				req := post(t, ctx, "", "http://up.example/", "amount=100")
-				closes := &watchedBody{ReadCloser: req.Body}
+				closes := &watchedBody{ReadCloser: req.Body, closed: make(chan struct{})}
 				req.Body = closes
 				if !getBody {
 					req.GetBody = nil
@@ -664,7 +664,7 @@ func TestAPanicGoesThroughAndLeavesNothingTaken(t *testing.T) {
 			c.tr.Store = store
 			for range 2 { // the second would wait for a slot that was not given back
 				req := post(t, t.Context(), "charge", "http://up.example/", "x")
-				body := &watchedBody{ReadCloser: req.Body}
+				body := &watchedBody{ReadCloser: req.Body, closed: make(chan struct{})}
 				req.Body = body
 				func() {
 					defer func() { assert.Equal(t, "boom", recover()) }()

@@ -497,7 +497,7 @@ func TestTheKeyIsReadableByInnerTransportsWhereKeysAreHonored(t *testing.T) {
 	do(contract(t, &Transport{Base: base, Policy: quick(KeysHonored)}), post(t, t.Context(), "", "http://up.example", "x"))
 	assert.Len(t, seen.Get("Idempotency-Key"), 36)
 	do(contract(t, &Transport{Base: base, Policy: quick(KeysSent)}), post(t, t.Context(), "", "http://up.example", "x"))
-	assert.Len(t, seen["idempotency-key"], 1, "the same on the wire, and unknown to net/http's replay rule")
+	assert.Len(t, seen[strings.ToLower("Idempotency-Key")], 1, "the same on the wire, and unknown to net/http's replay rule")
 	assert.Empty(t, seen.Get("Idempotency-Key"))
 }
 

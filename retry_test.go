@@ -98,8 +98,8 @@ type row struct {
 	hidden                bool // net/http may repeat a GET by itself
 }
 
-// always, as the last failure, makes every dial fail like the one before it.
-var always = errors.New("always")
+// errAlways, as the last failure, makes every dial fail like the one before it.
+var errAlways = errors.New("always")
 
 func (r row) want(c column) want {
 	switch {
@@ -133,11 +133,11 @@ func retryTable() []row {
 
 	rows := []row{
 		row{name: "dial refused once", failures: []error{refused}}.all(done(1)),
-		row{name: "dial refused always", failures: []error{refused, always}}.all(unsent(ErrAttempts)),
+		row{name: "dial refused always", failures: []error{refused, errAlways}}.all(unsent(ErrAttempts)),
 		row{name: "NXDOMAIN", failures: []error{&net.OpError{Op: "dial", Net: "tcp", Err: noHost}}}.all(unsent(nil)),
 		// A79: the timeout flag, not only IsTemporary.
 		row{name: "DNS timeout", failures: []error{&net.OpError{Op: "dial", Net: "tcp", Err: dnsTimeout}}}.all(done(1)),
-		row{name: "DNS timeout always", failures: []error{dnsTimeout, always}}.all(unsent(ErrAttempts)),
+		row{name: "DNS timeout always", failures: []error{dnsTimeout, errAlways}}.all(unsent(ErrAttempts)),
 		row{name: "DNS temporary", failures: []error{fmt.Errorf("wrapped: %w", dnsTemporary)}}.all(done(1)),
 		row{name: "TLS handshake broken off", only: "tls", refuse: 1}.all(done(1)),
 		// GETs run no trace, and this error has no type: not known is the cautious word for them.
@@ -403,7 +403,7 @@ func failDials(base *http.Transport, failures []error) *atomic.Int32 {
 	dial := (&net.Dialer{}).DialContext
 	base.DialContext = func(ctx context.Context, network, addr string) (net.Conn, error) {
 		i := int(n.Add(1)) - 1
-		if failures[len(failures)-1] == always {
+		if failures[len(failures)-1] == errAlways {
 			i = 0
 		}
 		if i < len(failures) {

@@ -301,7 +301,7 @@ func TestUnknownMethodsAreTreatedLikePost(t *testing.T) {
 		for keys, sends := range map[KeyMode]int{KeysSent: 1, KeysHonored: 2} {
 			n, key := 0, ""
 			base := roundTripFunc(func(r *http.Request) (*http.Response, error) {
-				key = strings.Join(append(r.Header["Idempotency-Key"], r.Header["idempotency-key"]...), ",")
+				key = strings.Join(append(r.Header["Idempotency-Key"], r.Header[strings.ToLower("Idempotency-Key")]...), ",")
 				if n++; n == 1 {
 					return nil, io.ErrUnexpectedEOF
 				}

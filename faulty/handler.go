@@ -90,7 +90,9 @@ func serverRequest(req *http.Request) *http.Request {
 	r.RequestURI = req.URL.RequestURI()
 	r.URL.Scheme, r.URL.Host, r.URL.User, r.URL.Fragment = "", "", nil, ""
 	r.RemoteAddr = "192.0.2.1:1234" // of the documentation network, as in httptest
-	r.GetBody, r.Response, r.Cancel = nil, nil, nil
+	r.GetBody, r.Response = nil, nil
+	//lint:ignore SA1019 http.Client still sets it under Client.Timeout
+	r.Cancel = nil
 	if r.Body == nil {
 		r.Body = http.NoBody
 	} else if r.Body != http.NoBody && r.ContentLength == 0 {

@@ -53,7 +53,8 @@ func TestInOrderThenPass(t *testing.T) {
 func TestFaultsAreComparableAndSayWhatTheyAre(t *testing.T) {
 	require.True(t, faulty.Fault{} == faulty.Pass())
 	require.True(t, faulty.LoseResponse() == faulty.DropRequest().AfterHandler())
-	require.True(t, faulty.Status(429, "Retry-After", "1") == faulty.Status(429, "Retry-After", "1"))
+	again := faulty.Status(429, "Retry-After", "1")
+	require.True(t, faulty.Status(429, "Retry-After", "1") == again)
 	require.False(t, faulty.Status(429, "Retry-After", "1") == faulty.Status(429, "Retry-After", "2"))
 	require.True(t, faulty.Drain().AfterHandler() == faulty.Drain())
 	require.True(t, faulty.Stall(-1) == faulty.Stall(0))
