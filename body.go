@@ -122,7 +122,7 @@ func (b *requestBody) attach(clone *http.Request) error {
 
 // replayable reports whether attach can be called again.
 func (b *requestBody) replayable() bool {
-	return b.stream == nil || !b.stream.touched.Load()
+	return b.stream == nil || !b.stream.touched()
 }
 
 // close releases the caller's body when the call is over. An attempt may still
@@ -137,28 +137,25 @@ func (b *requestBody) close() {
 // after a failed dial the next attempt can have it.
 type streamedBody struct {
 	io.ReadCloser
-	touched atomic.Bool
 
 	mu       sync.Mutex
+	read     bool // guarded by mu: some of it is gone
 	lent     bool // guarded by mu: an attempt has it and will close it
 	released bool // guarded by mu: the call is over
 	closed   bool // guarded by mu
 }
 
-func (b *streamedBody) Read(p []byte) (int, error) {
-	b.touched.Store(true)
-	return b.ReadCloser.Read(p)
+func (b *streamedBody) touched() bool {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.read
 }
 
 func (b *streamedBody) lend() io.ReadCloser {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	b.lent = true
-	return b
-}
-
-func (b *streamedBody) Close() error {
-	return b.giveBack(func() { b.lent = false })
+	return &lentBody{b: b}
 }
 
 func (b *streamedBody) release() {
@@ -169,13 +166,39 @@ func (b *streamedBody) release() {
 func (b *streamedBody) giveBack(change func()) error {
 	b.mu.Lock()
 	change()
-	closeNow := !b.closed && !b.lent && (b.released || b.touched.Load())
+	closeNow := !b.closed && !b.lent && (b.released || b.read)
 	b.closed = b.closed || closeNow
 	b.mu.Unlock()
 	if !closeNow {
 		return nil
 	}
 	return b.ReadCloser.Close()
+}
+
+// lentBody is what one attempt has of a streamedBody. net/http closes it to
+// free a write loop that waits in Read, and may do so just before that begins.
+type lentBody struct {
+	b     *streamedBody
+	ended bool // guarded by b.mu
+}
+
+func (l *lentBody) Read(p []byte) (int, error) {
+	l.b.mu.Lock()
+	if l.ended {
+		l.b.mu.Unlock()
+		return 0, http.ErrBodyReadAfterClose
+	}
+	l.b.read = true
+	l.b.mu.Unlock()
+	return l.b.ReadCloser.Read(p)
+}
+
+func (l *lentBody) Close() error {
+	return l.b.giveBack(func() {
+		if !l.ended { // else the next attempt may have it by now
+			l.ended, l.b.lent = true, false
+		}
+	})
 }
 
 // memoryBody is the body of an answer that is in memory.

@@ -24,9 +24,9 @@ type Breaker struct {
 // will try again. A nil breaker is always closed.
 type breaker struct {
 	cb      *gobreaker.TwoStepCircuitBreaker[struct{}]
-	state   atomic.Int32 // a gobreaker.State, as last reported
-	seen    atomic.Int32 // what Trace was last told
-	retryAt atomic.Int64 // unix nanoseconds; when open, until then
+	state   atomic.Int32              // a gobreaker.State, as last reported
+	seen    atomic.Int32              // what Trace was last told
+	retryAt atomic.Pointer[time.Time] // when open, of the next probe; monotonic
 }
 
 // What an attempt tells the breaker. gobreaker takes errors.
@@ -58,7 +58,9 @@ func newBreaker(name string, b Breaker) *breaker {
 		OnStateChange: func(_ string, _, to gobreaker.State) {
 			// gobreaker holds its lock here: only remember.
 			if to == gobreaker.StateOpen {
-				br.retryAt.Store(time.Now().Add(openFor).UnixNano())
+				// gobreaker lets a probe through only after its timer's end.
+				at := time.Now().Add(openFor + 1)
+				br.retryAt.Store(&at)
 			}
 			br.state.Store(int32(to))
 		},
@@ -82,8 +84,10 @@ func (b *breaker) open(now time.Time) (retryAt time.Time, open bool) {
 	if b == nil || gobreaker.State(b.state.Load()) != gobreaker.StateOpen {
 		return time.Time{}, false
 	}
-	retryAt = time.Unix(0, b.retryAt.Load())
-	return retryAt, now.Before(retryAt)
+	if at := b.retryAt.Load(); at != nil {
+		return *at, now.Before(*at)
+	}
+	return time.Time{}, false
 }
 
 // probing reports whether an attempt that is let through now is a probe.

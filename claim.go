@@ -75,6 +75,9 @@ func (c *call) claim() (*http.Response, error) {
 	}
 	ctx, cancel := c.storeContext()
 	defer cancel()
+	if err := c.enterHere(rec.Lease); err != nil {
+		return nil, err
+	}
 	stored, created, err := c.st.store.Create(ctx, rec)
 	known := NotSent // what a record that was seen says about earlier runs
 	for pause := 5 * time.Millisecond; ; {
@@ -112,15 +115,8 @@ func (c *call) claim() (*http.Response, error) {
 			stored, err = c.st.store.Update(ctx, stored.resume(&rec, what, c.lease(now, 0), now))
 			continue
 		case nextInFlight:
-			if !c.pol.WaitInFlight {
-				c.retryAt = stored.Lease
-				return nil, c.end(Unknown, ErrInFlight, nil)
-			}
-			if !fits(now, pause, c.until) {
-				return nil, c.end(Unknown, ErrDeadline, ErrInFlight)
-			}
-			if err := c.sleep(pause); err != nil {
-				return nil, c.end(Unknown, overReason(err), err)
+			if err := c.waitForOther(pause, stored.Lease); err != nil {
+				return nil, err
 			}
 			pause = min(2*pause, time.Second)
 			stored, err = c.st.store.Get(ctx, c.id)
@@ -131,6 +127,83 @@ func (c *call) claim() (*http.Response, error) {
 		}
 		return c.answerFrom(&stored, what, now)
 	}
+}
+
+// here are the intents with a record in a durable store that have a run in this
+// Transport, and until when. The store is the judge; this is for the one that
+// has lost what it acknowledged: it must not give an intent that is under way a
+// second key.
+type here struct {
+	mu   sync.Mutex
+	runs map[string]time.Time // guarded by mu
+}
+
+// enter registers a run of id, unless there is one.
+func (h *here) enter(id string, until time.Time) (other time.Time, ok bool) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if other, ok := h.runs[id]; ok && time.Now().Before(other) {
+		return other, false
+	}
+	if h.runs == nil {
+		h.runs = make(map[string]time.Time)
+	}
+	h.runs[id] = until
+	return until, true
+}
+
+func (h *here) leave(id string) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	delete(h.runs, id)
+}
+
+// enterHere waits for a run of the intent in this Transport, or refuses.
+func (c *call) enterHere(until time.Time) error {
+	if !c.st.durable || !c.named {
+		return nil
+	}
+	for pause := 5 * time.Millisecond; ; pause = min(2*pause, time.Second) {
+		other, ok := c.st.here.enter(c.id, until)
+		if ok {
+			c.isHere = true
+			return nil
+		}
+		if err := c.waitForOther(pause, other); err != nil {
+			return err
+		}
+	}
+}
+
+func (c *call) leaveHere() {
+	if c.isHere {
+		c.isHere = false
+		c.st.here.leave(c.id)
+	}
+}
+
+// waitForOther pauses for another run of the intent, if the policy wants that.
+func (c *call) waitForOther(pause time.Duration, lease time.Time) error {
+	switch {
+	case !c.pol.WaitInFlight:
+		c.retryAt = lease
+		return c.end(Unknown, ErrInFlight, nil)
+	case !fits(time.Now(), pause, c.until):
+		return c.end(Unknown, ErrDeadline, ErrInFlight)
+	}
+	if err := c.sleep(pause); err != nil {
+		return c.end(Unknown, overReason(err), err)
+	}
+	return nil
+}
+
+// mismatchAdvice says what became of the request that has the name already:
+// calling under a new name is right after one of them only.
+var mismatchAdvice = map[Outcome]string{
+	Unknown:  "the earlier one may have been done; find that out before anything is sent under a new name",
+	NotSent:  "the earlier one was not done; call it again, or use a new name for this one",
+	Rejected: "the earlier one was rejected; a corrected request is a new intent and needs a new name",
+	Done:     "the earlier one was done; a new name would do it twice",
 }
 
 // answerFrom ends a call that may not send: with the stored answer, or with
@@ -145,7 +218,7 @@ func (c *call) answerFrom(r *Record, what next, now time.Time) (*http.Response, 
 		c.report.set(func(rep *Report) { rep.Outcome, rep.Replayed = r.outcome(), true })
 		return c.replay(r.Response), nil
 	case nextMismatch:
-		return nil, c.end(NotSent, ErrIntentMismatch, nil)
+		return nil, c.end(NotSent, ErrIntentMismatch, errors.New(mismatchAdvice[r.outcome()]))
 	case nextUnsafe:
 		return nil, c.end(Unknown, ErrUnsafe, nil)
 	case nextExpired:
@@ -209,17 +282,19 @@ func (c *call) renew(ahead time.Duration) error {
 
 // settle writes what the run ended with and gives the record up. It may end
 // after the deadline, but no later than settleTimeout. If it cannot be
-// written, the record stays Sending, and its lease leads it to recovery.
-func (c *call) settle(o Outcome, turnedAway bool, saved *SavedResponse) {
+// written, the record stays Sending, and its lease leads it to recovery. It
+// returns the outcome that is known now: another's, if we were overtaken.
+func (c *call) settle(o Outcome, turnedAway bool, saved *SavedResponse) Outcome {
+	defer c.leaveHere()
 	if !c.held {
-		return
+		return o
 	}
 	c.held = false
 	now := time.Now()
 	rec := c.rec
 	rec.State, rec.Lease, rec.Updated, rec.Expires = settledState(o, turnedAway), time.Time{}, wall(now), wall(now.Add(retention))
 	rec.Attempts += c.attempts
-	rec.Status = c.report.get().Status
+	rec.Status = c.status
 	if rec.State != StateOpen {
 		rec.Request, rec.Response = nil, saved
 	}
@@ -228,19 +303,18 @@ func (c *call) settle(o Outcome, turnedAway bool, saved *SavedResponse) {
 	stored, err := c.st.store.Update(ctx, rec)
 	if err == nil {
 		c.rec = stored
-		return
+		return o
 	}
 	stored, gerr := c.st.store.Get(ctx, c.id)
-	switch {
-	case gerr == nil && stored.Owner == rec.Owner && stored.State == rec.State:
+	if gerr == nil && stored.Owner == rec.Owner && stored.State == rec.State {
 		c.rec = stored // written after all
-	case gerr == nil && (stored.State == StateDone || stored.State == StateRejected):
-		// We were overtaken, and the intent has ended: that is what is known.
-		c.report.set(func(r *Report) { r.Outcome = stored.outcome() })
-		fallthrough
-	default:
-		c.st.trace.storeError(c.ctx, c.id, "settle", err)
+		return o
 	}
+	c.st.trace.storeError(c.ctx, c.id, "settle", err)
+	if gerr == nil && (stored.State == StateDone || stored.State == StateRejected) {
+		return stored.outcome() // the intent has ended without us: that is what is known
+	}
+	return o
 }
 
 // storeContext bounds a store call by the call's own end.
@@ -270,7 +344,7 @@ func wall(t time.Time) time.Time {
 // header.
 var (
 	savedHeaders = []string{"Content-Type", "Content-Language", "Content-Encoding", "Etag", "Last-Modified", "Location",
-		"Link", "Request-Id", "X-Request-Id", "Idempotent-Replayed"}
+		"Request-Id", "X-Request-Id", "Idempotent-Replayed"}
 	requestHeaders = []string{"Content-Type", "Content-Language", "Content-Encoding", "Accept", "Accept-Language",
 		"Stripe-Version", "Prefer"}
 )
@@ -305,6 +379,7 @@ func (c *call) savedRequest() *SavedRequest {
 // replay makes a response of a saved answer.
 func (c *call) replay(a *SavedResponse) *http.Response {
 	c.body.close()
+	c.leaveHere()
 	h := a.Header
 	if h == nil {
 		h = make(http.Header)

@@ -9,8 +9,6 @@ import (
 	"strings"
 	"sync"
 	"time"
-
-	"github.com/google/uuid"
 )
 
 // Transport is an http.RoundTripper that makes calls safe to retry. Its zero
@@ -68,6 +66,7 @@ type settings struct {
 	err        error // the settings cannot work
 	base       http.RoundTripper
 	plainH1    bool
+	plainBase  bool // net/http's own Transport gets what we send, nobody between
 	upstreamOf func(*http.Request) string
 	scope      func(*http.Request) string
 	store      KeyStore
@@ -77,6 +76,7 @@ type settings struct {
 	prepare    func(*http.Request) error
 	trace      *Trace
 	upstreams  *registry
+	here       here
 }
 
 func (t *Transport) settings() *settings {
@@ -89,6 +89,7 @@ func (t *Transport) settings() *settings {
 			st.base = http.DefaultTransport
 		}
 		st.plainH1 = speaksPlainH1(st.base)
+		_, st.plainBase = st.base.(*http.Transport)
 		if st.upstreamOf == nil {
 			st.upstreamOf = upstreamOfHost
 		}
@@ -223,6 +224,8 @@ type call struct {
 	// the record, while it is ours
 	rec  Record
 	held bool
+	// isHere: this run is registered in settings.here
+	isHere bool
 
 	// how it goes
 	n, tries, polls, fives int
@@ -338,6 +341,10 @@ func (c *call) what() error {
 			c.becameGet = c.prev.pol.KeyHeader
 		}
 	}
+	if c.becameGet != "" {
+		before := c.prev.report.get()
+		c.report.set(func(r *Report) { r.Intent, r.RecordID = before.Intent, before.RecordID })
+	}
 	if named {
 		if err := checkIntentName(name); err != nil {
 			return c.end(NotSent, ErrInvalid, err)
@@ -378,14 +385,21 @@ func (c *call) what() error {
 	case c.named:
 		c.id = recordID(kindKey, c.up.name, c.scope, key)
 	case c.st.durable && c.class == unsafe && c.pol.Keys != KeysOff:
-		c.id = recordID(kindAnon, c.up.name, c.scope, uuid.NewString())
+		if c.id, err = c.anonymousID(); err != nil {
+			return c.end(NotSent, ErrInvalid, err)
+		}
 	}
 	if c.key == "" && c.pol.Keys != KeysOff && (named || c.class == unsafe) {
-		key, err := c.pol.newKey(c.ctx, Intent{Name: c.name, Upstream: c.up.name, Scope: c.scope, RecordID: c.id})
+		in := Intent{Name: c.name, Upstream: c.up.name, Scope: c.scope, RecordID: c.id}
+		if in.RecordID == "" && c.pol.NewKey != nil {
+			in.RecordID, err = c.anonymousID()
+		}
+		if err == nil {
+			c.key, err = c.pol.newKey(c.ctx, in)
+		}
 		if err != nil {
 			return c.end(NotSent, ErrInvalid, err)
 		}
-		c.key = key
 	}
 	c.report.set(func(r *Report) { r.Intent, r.RecordID = c.name, c.id })
 	if c.named {
@@ -394,6 +408,12 @@ func (c *call) what() error {
 		}
 	}
 	return nil
+}
+
+// anonymousID is the record id of an intent that nothing else identifies.
+func (c *call) anonymousID() (string, error) {
+	random, err := randomKey()
+	return recordID(kindAnon, c.up.name, c.scope, random), err
 }
 
 // fingerprint tells this request from others that use the intent.

@@ -29,8 +29,8 @@ import (
 //
 // What net/http does when not one byte was written, on either protocol, is
 // harmless and is let be; where it cannot go on because GetBody is missing, a
-// GetBody that returns errNothingWritten proves that it wanted to (HTTP/1,
-// undeclared upstreams: there it is the only case left in which it asks).
+// GetBody that returns errNothingWritten proves that it wanted to (HTTP/1, with
+// the key's name in lower case: there it is the only case left in which it asks).
 type guard struct {
 	trace    httptrace.ClientTrace
 	cancel   context.CancelCauseFunc
@@ -60,14 +60,16 @@ func (g *guard) watch(ctx context.Context) context.Context {
 }
 
 // arm prepares an attempt's clone, which has its body and its key already, and
-// no GetBody.
-func (g *guard) arm(clone *http.Request, declared bool) {
+// no GetBody. Where keys are honoured and something else than net/http gets the
+// clone, the key keeps its canonical name, for it to read.
+func (g *guard) arm(clone *http.Request, declared, plainBase bool) {
 	g.bodiless = clone.Body == nil || clone.Body == http.NoBody
-	if g.bodiless || !declared {
+	canonical := declared && !plainBase && !g.bodiless
+	if !canonical {
 		hideKeys(clone.Header)
 	}
 	proto := g.up.proto.Load()
-	if !g.bodiless && !declared && (proto == 1 || proto == 0 && clone.URL.Scheme == "http") {
+	if !g.bodiless && !canonical && (proto == 1 || proto == 0 && clone.URL.Scheme == "http") {
 		clone.GetBody = func() (io.ReadCloser, error) {
 			g.asked.Store(true)
 			return nil, errNothingWritten

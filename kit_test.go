@@ -47,7 +47,7 @@ func (s strict) RoundTrip(req *http.Request) (*http.Response, error) {
 	var given io.ReadCloser
 	if req.Body != nil && req.Body != http.NoBody {
 		// The test's own request must keep its Body: only ours is looked at.
-		body = &watchedBody{ReadCloser: req.Body}
+		body = &watchedBody{ReadCloser: req.Body, closed: make(chan struct{})}
 		copied := *req
 		req, given = &copied, body
 		req.Body = body
@@ -82,25 +82,25 @@ func (s strict) RoundTrip(req *http.Request) (*http.Response, error) {
 type watchedBody struct {
 	io.ReadCloser
 	closes atomic.Int32
+	closed chan struct{}
 }
 
 func (b *watchedBody) Close() error {
-	b.closes.Add(1)
+	if b.closes.Add(1) == 1 {
+		close(b.closed)
+	}
 	return b.ReadCloser.Close()
 }
 
 // closedSoon allows what the contract does: that the base closes the body in a
 // goroutine of its own, after RoundTrip has returned.
 func (b *watchedBody) closedSoon() bool {
-	for range 1000 {
-		if b.closes.Load() > 0 {
-			return true
-		}
-		select {
-		case <-time.After(time.Millisecond):
-		}
+	select {
+	case <-b.closed:
+		return true
+	case <-time.After(time.Second):
+		return false
 	}
-	return false
 }
 
 // checkedAnswer asserts, when the caller is done with the answer, that the

@@ -36,15 +36,16 @@ func (l *limits) reserve(now time.Time) (wait time.Duration, giveBack func()) {
 
 // acquire waits for an in-flight slot as long as an attempt still fits before
 // until, or until ctx ends or over is closed.
-func (l *limits) acquire(ctx context.Context, until time.Time, over <-chan struct{}) bool {
+func (l *limits) acquire(ctx context.Context, until time.Time, over <-chan struct{}) (waited time.Duration, ok bool) {
 	if l.slot == nil {
-		return true
+		return 0, true
 	}
 	select {
 	case l.slot <- struct{}{}:
-		return true
+		return 0, true
 	default:
 	}
+	start := time.Now()
 	var expired <-chan time.Time
 	if !until.IsZero() {
 		timer := time.NewTimer(time.Until(until) - minAttempt)
@@ -53,12 +54,12 @@ func (l *limits) acquire(ctx context.Context, until time.Time, over <-chan struc
 	}
 	select {
 	case l.slot <- struct{}{}:
-		return true
+		ok = true
 	case <-ctx.Done():
 	case <-over:
 	case <-expired:
 	}
-	return false
+	return time.Since(start), ok
 }
 
 func (l *limits) release() {

@@ -4,9 +4,11 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"iter"
 	"net/http"
 	"net/url"
 	"regexp"
+	"strconv"
 	"strings"
 	"sync"
 	"time"
@@ -51,7 +53,7 @@ type Report struct {
 	Status   int           // the last answer's status code, 0 if there was none
 	Replayed bool          // the answer is a copy: from the key store, or so marked by the upstream
 	RetryAt  time.Time     // when calling again can make sense; zero if nothing is known
-	Waited   time.Duration // spent between attempts
+	Waited   time.Duration // spent between attempts and on the rate and in-flight limits
 	Upstream string        // its name, see Transport.UpstreamOf
 	Intent   string        // its name, "" if anonymous
 	RecordID string        // its id in the key store, "" if it has no record
@@ -71,7 +73,7 @@ var (
 	// ErrDeadline: the caller's deadline, or Policy.MaxElapsed, is over or
 	// would be before the next attempt; or Retry-After asks for longer than
 	// Policy.MaxRetryAfter.
-	ErrDeadline = errors.New("no time left for another attempt")
+	ErrDeadline = errors.New("no time for another attempt (deadline, MaxElapsed or MaxRetryAfter)")
 	// ErrUnsafe: another send could repeat the effect, because the upstream
 	// is not declared to honour keys (Policy.Keys).
 	ErrUnsafe = errors.New("not safe to send again")
@@ -109,9 +111,12 @@ type Error struct {
 func (e *Error) Error() string {
 	var b strings.Builder
 	b.WriteString("oncehttp: ")
-	b.WriteString(e.Outcome.String())
+	known := map[Outcome][2]string{
+		Unknown: {"outcome unknown", " at "}, NotSent: {"not sent", " to "}, Rejected: {"rejected", " by "}, Done: {"done", " at "},
+	}[e.Outcome]
+	b.WriteString(known[0])
 	if e.Upstream != "" {
-		b.WriteString(" to ")
+		b.WriteString(known[1])
 		b.WriteString(e.Upstream)
 	}
 	if e.Attempts > 1 {
@@ -136,14 +141,10 @@ func (e *Error) Error() string {
 // advice says what to do, where the outcome and the reason tell.
 func (e *Error) advice() string {
 	switch {
-	case errors.Is(e.Reason, ErrIntentMismatch):
-		return "use one intent name for one request; a corrected request is a new intent"
 	case errors.Is(e.Reason, ErrInFlight):
 		return "call again for the same intent later, or set WaitInFlight"
 	case errors.Is(e.Reason, ErrSettled):
 		return "nothing was sent; look the result up at the upstream"
-	case errors.Is(e.Reason, ErrInvalid):
-		return ""
 	case errors.Is(e.Reason, ErrUnsafe), errors.Is(e.Reason, ErrKeyExpired):
 		return "it may have been done: look it up at the upstream, then tell Transport.Settle"
 	case e.Outcome == Unknown && e.Intent != "":
@@ -179,16 +180,62 @@ func (e *Error) Timeout() bool {
 // net/url, and many RoundTrippers, put the whole URL into their errors, with
 // the userinfo and the query.
 func safeText(err error) string {
-	return urlInText.ReplaceAllStringFunc(err.Error(), func(raw string) string {
-		u, err := url.Parse(raw)
-		if err != nil {
-			return "(url)"
+	text := err.Error()
+	for e := range errorTree(err) {
+		if u, ok := e.(*url.Error); ok && u.URL != "" {
+			// Known exactly, whatever characters it holds.
+			text = strings.ReplaceAll(text, strings.Trim(strconv.Quote(u.URL), `"`), hostOnly(u.URL))
+			text = strings.ReplaceAll(text, u.URL, hostOnly(u.URL))
 		}
-		return u.Scheme + "://" + u.Host
-	})
+	}
+	return urlInText.ReplaceAllStringFunc(text, hostOnly)
 }
 
-var urlInText = regexp.MustCompile(`[A-Za-z][A-Za-z0-9+.-]*://[^\s"'<>]+`)
+// hostOnly cuts a URL, and what stands around it up to the next space, down to
+// scheme and host. What follows a bare host, such as a quote, stays.
+func hostOnly(raw string) string {
+	scheme, rest, _ := strings.Cut(raw, "://")
+	path := strings.IndexAny(rest, "/?#")
+	authority := rest
+	if path >= 0 {
+		authority = rest[:path]
+	}
+	host := authority[strings.LastIndexByte(authority, '@')+1:]
+	end := strings.IndexFunc(host, func(r rune) bool {
+		return !('a' <= r && r <= 'z' || 'A' <= r && r <= 'Z' || '0' <= r && r <= '9' || strings.ContainsRune(".-:[]", r))
+	})
+	if end >= 0 && path >= 0 {
+		host = host[:end]
+	}
+	return scheme + "://" + host
+}
+
+// errorTree yields err and everything that it wraps.
+func errorTree(err error) iter.Seq[error] {
+	return func(yield func(error) bool) { walkErrors(err, yield) }
+}
+
+func walkErrors(err error, yield func(error) bool) bool {
+	if err == nil {
+		return true
+	}
+	if !yield(err) {
+		return false
+	}
+	switch e := err.(type) {
+	case interface{ Unwrap() error }:
+		return walkErrors(e.Unwrap(), yield)
+	case interface{ Unwrap() []error }:
+		for _, inner := range e.Unwrap() {
+			if !walkErrors(inner, yield) {
+				return false
+			}
+		}
+	}
+	return true
+}
+
+var urlInText = regexp.MustCompile(`[A-Za-z][A-Za-z0-9+.-]*://\S+`)
 
 // OutcomeOf tells the outcome of a call from what http.Client or RoundTrip
 // returned. For answers and errors that are not ours it is Unknown. Before

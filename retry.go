@@ -27,9 +27,10 @@ func (c *call) loop() (*http.Response, error) {
 			return c.conclude(resp, j, reason, err)
 		}
 		c.last, c.lastErr, c.lastJudgement = c.discard(resp), err, j
-		c.st.trace.wait(c.ctx, WaitInfo{Upstream: c.up.name, RecordID: c.id, N: c.n + 1, Delay: wait, Asked: j.asked})
-		if reason, err := c.pause(wait); reason != nil {
-			return c.conclude(nil, j, reason, err)
+		if reason, err := c.pause(wait, j.asked); reason == ErrStore {
+			return c.conclude(c.last, j, reason, err)
+		} else if reason != nil {
+			return c.conclude(nil, j, reason, err) // who has gone gets no answer
 		}
 	}
 }
@@ -37,36 +38,41 @@ func (c *call) loop() (*http.Response, error) {
 // admit asks all who may refuse the next attempt. It returns the reason to
 // stop, or nil and the attempt holds its slots.
 func (c *call) admit() (reason, err error) {
-	if err := c.over(); err != nil {
-		return overReason(err), err
-	}
-	now := time.Now()
-	if !fits(now, 0, c.until) {
-		return ErrDeadline, nil
-	}
-	if c.keyExpired(now) {
-		return ErrKeyExpired, nil
+	if reason, err := c.mayStart(0); reason != nil {
+		return reason, err
 	}
 	if err := c.renew(0); err != nil {
 		return ErrStore, fmt.Errorf("renewing the lease: %w", err)
 	}
+	now := time.Now()
 	if retryAt, open := c.up.breaker.open(now); open {
 		c.retryAt = retryAt
 		return ErrOpen, nil
 	}
+	limited := c.up.limits.slot != nil
 	if wait, giveBack := c.up.limits.reserve(now); wait > 0 {
-		if !fits(now, wait, c.until) {
-			giveBack()
+		limited = true
+		reason, err := c.mayStart(wait)
+		if reason == nil {
+			reason, err = c.pause(wait, false)
+		} else if reason == ErrDeadline {
 			c.retryAt = now.Add(wait)
-			return ErrDeadline, nil
 		}
-		if reason, err := c.pause(wait); reason != nil {
+		if reason != nil {
 			giveBack()
 			return reason, err
 		}
 	}
-	if !c.up.limits.acquire(c.ctx, c.until, c.canceled()) {
+	waited, ok := c.up.limits.acquire(c.ctx, c.until, c.canceled())
+	c.waited += waited
+	if !ok {
 		return c.overOr(ErrDeadline), c.over()
+	}
+	if limited {
+		if reason, err := c.mayStart(0); reason != nil {
+			c.up.limits.release()
+			return reason, err
+		}
 	}
 	done, ok := c.up.breaker.allow()
 	c.tellBreakerChange()
@@ -77,6 +83,22 @@ func (c *call) admit() (reason, err error) {
 	}
 	c.slots, c.breakerDone = true, done
 	c.up.inFlight.Add(1)
+	return nil, nil
+}
+
+// mayStart reports why no attempt may start after wait: the caller has gone, no
+// time would be left, or the key could be forgotten by then.
+func (c *call) mayStart(wait time.Duration) (reason, err error) {
+	if err := c.over(); err != nil {
+		return overReason(err), err
+	}
+	now := time.Now()
+	switch {
+	case !fits(now, wait, c.until):
+		return ErrDeadline, nil
+	case c.keyExpired(now.Add(wait)):
+		return ErrKeyExpired, nil
+	}
 	return nil, nil
 }
 
@@ -279,7 +301,7 @@ func (c *call) clone(ctx context.Context) (*http.Request, *guard, error) {
 	}
 	clone.GetBody = nil
 	if g != nil {
-		g.arm(clone, c.honored())
+		g.arm(clone, c.honored(), c.st.plainBase)
 	}
 	return clone, g, nil
 }
@@ -433,7 +455,7 @@ func (c *call) next(resp *http.Response, j judgement, err error) (wait time.Dura
 		return 0, nil
 	}
 	switch {
-	case j.kind == VerdictAmbiguous && c.class == unsafe && !c.honored():
+	case j.kind != VerdictNotProcessed && c.class == unsafe && !c.honored():
 		return 0, ErrUnsafe
 	case !c.body.replayable():
 		return 0, ErrBody
@@ -485,7 +507,8 @@ func (c *call) next(resp *http.Response, j judgement, err error) (wait time.Dura
 const maxPolls = 10
 
 // pause keeps the lease alive and waits. It returns the reason to stop, or nil.
-func (c *call) pause(wait time.Duration) (reason, err error) {
+func (c *call) pause(wait time.Duration, asked bool) (reason, err error) {
+	c.st.trace.wait(c.ctx, WaitInfo{Upstream: c.up.name, RecordID: c.id, N: c.n + 1, Delay: wait, Asked: asked})
 	if err := c.renew(wait); err != nil {
 		return ErrStore, fmt.Errorf("renewing the lease: %w", err)
 	}

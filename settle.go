@@ -39,8 +39,7 @@ func (c *call) conclude(resp *http.Response, j judgement, reason, err error) (*h
 		if c.bodyFailed {
 			reason = ErrBody
 		}
-		c.settle(o, turnedAway, nil)
-		return nil, c.end(o, reason, err)
+		return nil, c.end(c.settle(o, turnedAway, nil), reason, err)
 	}
 	if reason == nil && (j.kind == VerdictDone || j.kind == VerdictRejected) {
 		c.up.budget.earn()
@@ -64,7 +63,9 @@ func (c *call) conclude(resp *http.Response, j judgement, reason, err error) (*h
 		if c.saved && (o == Done || o == Rejected) {
 			saved = &SavedResponse{Status: resp.StatusCode, Header: allowed(resp.Header, savedHeaders), Body: c.savedBody}
 		}
-		c.settle(o, turnedAway, saved)
+		if known := c.settle(o, turnedAway, saved); known != o {
+			c.report.set(func(r *Report) { r.Outcome = known })
+		}
 	}
 	return resp, nil
 }
@@ -81,17 +82,20 @@ func joinCause(cause, err error) error {
 func (c *call) bodyEnded(err error) {
 	c.cancelAttempt()
 	o := c.report.get().Outcome
+	known := o
 	if err != nil && o == Done && c.becameGet == "" {
-		o = Unknown
-		c.report.set(func(r *Report) { r.Outcome = Unknown })
+		known = Unknown
 	}
-	c.settle(o, false, nil)
+	if known = c.settle(known, false, nil); known != o {
+		c.report.set(func(r *Report) { r.Outcome = known })
+	}
 }
 
 // end makes the *Error of a call that returns no response, and closes the
 // request's body.
 func (c *call) end(o Outcome, reason, err error) error {
 	c.closeBody()
+	c.leaveHere()
 	c.fill(o, reason, nil)
 	return &Error{Report: c.report.get(), Err: err}
 }
@@ -180,7 +184,10 @@ func (t *Transport) Key(req *http.Request) (string, error) {
 // became of it, for instance from a webhook: Done or Rejected for good, or
 // NotSent, so that it may be called again. note is kept in the record. An
 // intent that has ended already must have ended the same way, else the error
-// is ErrSettled; one that is under way is ErrInFlight.
+// is ErrSettled; one that is under way is ErrInFlight. Of req, which is not
+// sent, only the URL's host, the header's key and the context count; in a
+// webhook's handler a request made with http.NewRequestWithContext and
+// WithIntent will do.
 func (t *Transport) Settle(req *http.Request, o Outcome, note string) error {
 	c, err := t.about(req)
 	if err != nil {

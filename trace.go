@@ -15,7 +15,7 @@ type Trace struct {
 	AttemptStart func(ctx context.Context, a AttemptInfo) context.Context
 	// AttemptDone is called with that context when the attempt has ended.
 	AttemptDone func(ctx context.Context, a AttemptInfo)
-	// Wait is called before a wait between two attempts.
+	// Wait is called before a wait between two attempts, or for the rate limit.
 	Wait func(ctx context.Context, w WaitInfo)
 	// CallDone is called when RoundTrip is about to return. If the answer's
 	// body is still to be read, the outcome is provisional.

@@ -50,7 +50,7 @@ func (u *upstream) snapshot(now time.Time) UpstreamState {
 // registry finds an upstream's state by name and keeps at most max of them:
 // the least recently used one whose breaker is not open goes. An idle upstream
 // with a full bucket and a closed breaker equals a new one. If all are open,
-// new names share one entry.
+// new names share one budget, breaker and limits.
 type registry struct {
 	policyOf func(name string) Policy
 	max      int
@@ -58,7 +58,7 @@ type registry struct {
 	mu     sync.Mutex
 	byName map[string]*list.Element // guarded by mu
 	lru    list.List                // guarded by mu: of *upstream, the latest used first
-	shared *upstream                // guarded by mu
+	shared *upstream                // guarded by mu: what names without an entry share
 }
 
 func newRegistry(max int, policyOf func(string) Policy) *registry {
@@ -77,7 +77,9 @@ func (r *registry) get(name string) *upstream {
 		if r.shared == nil {
 			r.shared = newUpstream("(others)", r.policyOf(""), now)
 		}
-		return r.shared
+		u := &upstream{name: name, written: r.policyOf(name), budget: r.shared.budget, breaker: r.shared.breaker, limits: r.shared.limits}
+		u.policy = u.written.resolve()
+		return u
 	}
 	u := newUpstream(name, r.policyOf(name), now)
 	r.byName[name] = r.lru.PushFront(u)

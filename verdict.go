@@ -143,7 +143,7 @@ func judgeAnswer(resp *http.Response, v Verdict, s situation, now time.Time) jud
 		switch {
 		case !hint:
 			j.stop = true
-		case v.Kind == VerdictDefault && j.kind == VerdictRejected && !j.replay:
+		case v.Kind == VerdictDefault && (j.kind == VerdictRejected || j.kind == VerdictAmbiguous) && !j.replay:
 			j = judgement{kind: VerdictAmbiguous, wait: j.wait, asked: j.asked}
 		}
 	}
