@@ -3,6 +3,7 @@ package sqlstore
 import (
 	"context"
 	"errors"
+	"runtime"
 	"sync"
 )
 
@@ -72,6 +73,8 @@ func (g *group) do(ctx context.Context, o *op) error {
 
 // leadWith commits the queue, which o is in, and hands the lead on.
 func (g *group) leadWith(ctx context.Context, o *op) error {
+	// Those whose write was just committed are about to come with their next.
+	runtime.Gosched()
 	g.mu.Lock()
 	n := min(len(g.queue), maxGroup)
 	batch := g.queue[:n:n]

@@ -79,10 +79,12 @@ func (s *Store) Close() error {
 
 // writer is the connection that writes, with its statements.
 type writer struct {
-	conn                *sql.Conn
-	insert, update, get *sql.Stmt
-	version, prune1     *sql.Stmt
-	lazy                bool // the commits of the connection are lazy now
+	conn                    *sql.Conn
+	begin, commit, rollback *sql.Stmt
+	durable, lazily         *sql.Stmt // how the connection commits from then on
+	insert, update, get     *sql.Stmt
+	version, prune          *sql.Stmt
+	lazy                    bool // it commits lazily now
 }
 
 func (s *Store) open(ctx context.Context) (_ *writer, err error) {
@@ -112,7 +114,12 @@ func (s *Store) open(ctx context.Context) (_ *writer, err error) {
 		{&w.update, "UPDATE oncehttp_intents SET " + strings.ReplaceAll(columns, ", ", " = ?, ") + " = ? WHERE id = ? AND version = ?"},
 		{&w.get, "SELECT " + columns + " FROM oncehttp_intents WHERE id = ?"},
 		{&w.version, "SELECT version FROM oncehttp_intents WHERE id = ?"},
-		{&w.prune1, pruneSQL},
+		{&w.prune, pruneSQL},
+		{&w.begin, s.dialect.begin},
+		{&w.commit, "COMMIT"},
+		{&w.rollback, "ROLLBACK"},
+		{&w.durable, s.dialect.durable},
+		{&w.lazily, s.dialect.lazy},
 	} {
 		if *p.stmt, err = conn.PrepareContext(ctx, p.text); err != nil {
 			return nil, err
@@ -122,7 +129,7 @@ func (s *Store) open(ctx context.Context) (_ *writer, err error) {
 }
 
 func (w *writer) close() error {
-	for _, stmt := range []*sql.Stmt{w.insert, w.update, w.get, w.version, w.prune1} {
+	for _, stmt := range []*sql.Stmt{w.insert, w.update, w.get, w.version, w.prune, w.begin, w.commit, w.rollback, w.durable, w.lazily} {
 		if stmt != nil {
 			stmt.Close()
 		}
@@ -283,7 +290,7 @@ const pruneSQL = "DELETE FROM oncehttp_intents WHERE id IN (SELECT id FROM onceh
 func (s *Store) Prune(ctx context.Context, before time.Time, limit int) (int, error) {
 	var n int64
 	o := &op{apply: func(ctx context.Context, w *writer) (err error) {
-		n, err = affected(w.prune1.ExecContext(ctx, timeText(before), limit))
+		n, err = affected(w.prune.ExecContext(ctx, timeText(before), limit))
 		return err
 	}}
 	err := s.group.do(ctx, o)
@@ -363,10 +370,12 @@ func (s *Store) transact(ctx context.Context, batch []*op) (err error) {
 			}
 			s.writer = w
 		}
-		if err := s.writer.setLazy(ctx, s.dialect, !claim); err != nil {
+		if err := s.writer.setLazy(!claim); err != nil {
 			return err
 		}
-		_, err := s.writer.conn.ExecContext(ctx, s.dialect.begin)
+		// Not with ctx: the driver waits for a lock no longer than its own
+		// busy timeout, which is short, and a context costs it a goroutine.
+		_, err := s.writer.begin.Exec()
 		return err
 	})
 	if err != nil {
@@ -385,14 +394,14 @@ func (s *Store) transact(ctx context.Context, batch []*op) (err error) {
 		if errors.As(o.err, &own) {
 			o.err = own.error
 		} else if o.err != nil {
-			if _, rerr := s.writer.conn.ExecContext(ctx, "ROLLBACK"); rerr != nil {
+			if _, rerr := s.writer.rollback.Exec(); rerr != nil {
 				s.drop()
 			}
 			return spoiltError{fail(o.err)}
 		}
 	}
-	if _, err := s.writer.conn.ExecContext(ctx, "COMMIT"); err != nil {
-		s.writer.conn.ExecContext(ctx, "ROLLBACK")
+	if _, err := s.writer.commit.Exec(); err != nil {
+		s.writer.rollback.Exec()
 		s.drop()
 		return fail(err)
 	}
@@ -409,15 +418,15 @@ func (s *Store) drop() {
 
 // setLazy switches between commits that wait for the disk and commits that
 // need not: losing a settle means a send under the same key, or a doubt.
-func (w *writer) setLazy(ctx context.Context, d Dialect, lazy bool) error {
-	if w.lazy == lazy || d.lazy == "" {
+func (w *writer) setLazy(lazy bool) error {
+	if w.lazy == lazy {
 		return nil
 	}
-	stmt := d.durable
+	stmt := w.durable
 	if lazy {
-		stmt = d.lazy
+		stmt = w.lazily
 	}
-	if _, err := w.conn.ExecContext(ctx, stmt); err != nil {
+	if _, err := stmt.Exec(); err != nil {
 		return err
 	}
 	w.lazy = lazy
