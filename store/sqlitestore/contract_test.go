@@ -1,12 +1,13 @@
 package sqlitestore
 
 import (
-	"bufio"
 	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
+	"maps"
+	"math/rand/v2"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -46,6 +47,17 @@ func TestTheContractIsKeptByTwoHandlesOnOneFile(t *testing.T) {
 
 const childFile = "SQLITESTORE_CONTRACT_CHILD"
 
+func (w *writes) add(o writes) {
+	if w.Versions == nil {
+		w.Versions, w.Created = map[string][]int64{}, map[string]int{}
+	}
+	maps.Copy(w.Versions, o.Versions) // of another block
+	maps.Copy(w.Created, o.Created)
+	w.Conflict += o.Conflict
+}
+
+func sharedID(n int) string { return fmt.Sprintf("%064d", n) }
+
 // writes are what one process did: for each id, the versions that its
 // acknowledged writes made.
 type writes struct {
@@ -54,11 +66,12 @@ type writes struct {
 	Conflict int
 }
 
-const sharedIDs, passes, hands = 200, 3, 4
+// The ids are shared block by block, so that the processes meet.
+const sharedIDs, blockIDs, hands, turns = 200, 10, 4, 30
 
-// claimAndSettleAll walks the ids with 4 goroutines, each from another place:
-// claims, or takes over, and settles.
-func claimAndSettleAll(ctx context.Context, s oncehttp.KeyStore, owner string) (writes, error) {
+// claimAndSettleBlock lets 4 goroutines claim, or take over, and settle ids of a
+// block at random.
+func claimAndSettleBlock(ctx context.Context, s oncehttp.KeyStore, owner string, block int) (writes, error) {
 	w := writes{Versions: map[string][]int64{}, Created: map[string]int{}}
 	var mu sync.Mutex
 	var all sync.WaitGroup
@@ -97,8 +110,12 @@ func claimAndSettleAll(ctx context.Context, s oncehttp.KeyStore, owner string) (
 	}
 	for h := range hands {
 		all.Go(func() {
-			for n := range sharedIDs * passes {
-				err := one(fmt.Sprintf("%064d", (n+h*7)%sharedIDs), fmt.Sprintf("%s-%d-%d", owner, h, n))
+			for n := range blockIDs + turns {
+				id := block*blockIDs + n%blockIDs // each of them, and then any
+				if n >= blockIDs {
+					id = block*blockIDs + rand.N(blockIDs)
+				}
+				err := one(sharedID(id), fmt.Sprintf("%s-%d-%d", owner, h, n))
 				mu.Lock()
 				switch {
 				case errors.Is(err, oncehttp.ErrConflict):
@@ -121,12 +138,15 @@ func TestChildOfTheTwoProcessTest(t *testing.T) {
 		t.Skip("a child process of TestTwoProcessesLoseNoWriteOfEachOther")
 	}
 	s := openAt(t, path)
-	fmt.Println("ready")
-	_, err := bufio.NewReader(os.Stdin).ReadString('\n')
-	require.NoError(t, err)
-	w, err := claimAndSettleAll(t.Context(), s, "child")
-	require.NoError(t, err)
-	require.NoError(t, json.NewEncoder(os.Stdout).Encode(w))
+	in, out := json.NewDecoder(os.Stdin), json.NewEncoder(os.Stdout)
+	for block := 0; ; {
+		if err := in.Decode(&block); errors.Is(err, io.EOF) {
+			return
+		}
+		w, err := claimAndSettleBlock(t.Context(), s, "child", block)
+		require.NoError(t, err)
+		require.NoError(t, out.Encode(w))
+	}
 }
 
 func TestTwoProcessesLoseNoWriteOfEachOther(t *testing.T) {
@@ -142,24 +162,25 @@ func TestTwoProcessesLoseNoWriteOfEachOther(t *testing.T) {
 	out, err := cmd.StdoutPipe()
 	require.NoError(t, err)
 	require.NoError(t, cmd.Start())
-	lines := bufio.NewReader(out)
-	line, err := lines.ReadString('\n')
-	require.NoError(t, err)
-	require.Equal(t, "ready\n", line)
-
-	_, err = io.WriteString(in, "go\n")
-	require.NoError(t, err)
-	mine, err := claimAndSettleAll(t.Context(), s, "parent")
-	require.NoError(t, err)
-	var theirs writes
-	require.NoError(t, json.NewDecoder(lines).Decode(&theirs))
-	_, err = io.Copy(io.Discard, lines)
+	tell, hear := json.NewEncoder(in), json.NewDecoder(out)
+	var mine, theirs writes
+	for block := range sharedIDs / blockIDs {
+		require.NoError(t, tell.Encode(block))
+		m, err := claimAndSettleBlock(t.Context(), s, "parent", block)
+		require.NoError(t, err)
+		mine.add(m)
+		var c writes
+		require.NoError(t, hear.Decode(&c))
+		theirs.add(c)
+	}
+	require.NoError(t, in.Close())
+	_, err = io.Copy(io.Discard, out)
 	require.NoError(t, err)
 	require.NoError(t, cmd.Wait())
 
 	total := 0
 	for n := range sharedIDs {
-		id := fmt.Sprintf("%064d", n)
+		id := sharedID(n)
 		rec, err := s.Get(t.Context(), id)
 		require.NoError(t, err)
 		require.Equal(t, 1, mine.Created[id]+theirs.Created[id], "processes that created %s", id)
@@ -182,4 +203,36 @@ func TestTwoProcessesLoseNoWriteOfEachOther(t *testing.T) {
 	t.Logf("%d writes, %d of them the child's; %d ids created by the child; %d and %d conflicts", total, count(theirs), len(theirs.Created), mine.Conflict, theirs.Conflict)
 	assert.Positive(t, count(mine))
 	assert.Positive(t, count(theirs))
+}
+
+// TestAWriterIsNotLeftWaitingByThoseWhoLeftAGroup: another process holds the
+// lock while the callers of a group leave one after the other. Once a caller
+// that had left was handed the lead, and nothing was written ever after.
+func TestAWriterIsNotLeftWaitingByThoseWhoLeftAGroup(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "intents.db")
+	s, other := openAt(t, path), openAt(t, path)
+	lock, err := other.db.Conn(t.Context())
+	require.NoError(t, err)
+	_, err = lock.ExecContext(t.Context(), "BEGIN IMMEDIATE")
+	require.NoError(t, err)
+
+	var leaving sync.WaitGroup
+	for n := range 64 {
+		ctx, cancel := context.WithTimeout(t.Context(), 100*time.Millisecond+rand.N(400*time.Millisecond))
+		defer cancel()
+		leaving.Go(func() {
+			_, _, err := s.Create(ctx, oncehttp.Record{ID: fmt.Sprint(n), State: oncehttp.StateSending})
+			assert.ErrorIs(t, err, context.DeadlineExceeded)
+		})
+	}
+	leaving.Wait()
+	_, err = lock.ExecContext(t.Context(), "ROLLBACK")
+	require.NoError(t, err)
+	require.NoError(t, lock.Close())
+
+	ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
+	defer cancel()
+	_, created, err := s.Create(ctx, oncehttp.Record{ID: "stays", State: oncehttp.StateSending})
+	require.NoError(t, err, "the lock is free again")
+	require.True(t, created)
 }

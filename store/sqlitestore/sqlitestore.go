@@ -169,6 +169,13 @@ func checkHeader(path string) error {
 		return err
 	}
 	defer f.Close()
+	info, err := f.Stat()
+	if err != nil {
+		return err
+	}
+	if !info.Mode().IsRegular() {
+		return errors.New("it is a directory, or no regular file")
+	}
 	var h [100]byte
 	n, err := io.ReadFull(f, h[:])
 	switch {
@@ -184,10 +191,6 @@ func checkHeader(path string) error {
 	pageSize := int64(binary.BigEndian.Uint16(h[16:]))
 	if pageSize == 1 {
 		pageSize = 65536
-	}
-	info, err := f.Stat()
-	if err != nil {
-		return err
 	}
 	if info.Size() < pageSize || info.Size()%pageSize != 0 {
 		return errors.New("the file is cut short: its size is not whole pages")

@@ -94,7 +94,7 @@ func (g *group) leadWith(ctx context.Context, o *op) error {
 		}
 		g.queue = append(rest, g.queue...)
 		g.handOn()
-		return ctx.Err()
+		return err
 	}
 	for _, other := range batch {
 		close(other.done)

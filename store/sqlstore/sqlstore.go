@@ -225,8 +225,9 @@ func (s *Store) List(ctx context.Context, q oncehttp.Query) (recs []oncehttp.Rec
 	var corrupt []error
 	for _, state := range slices.Compact(slices.Sorted(slices.Values(wanted))) {
 		var page []oncehttp.Record
+		var bad []error
 		err := s.retry(ctx, func() error {
-			page, corrupt = page[:0], corrupt[:0:0]
+			page, bad = nil, nil
 			query, args := listSQL(state, q, limit)
 			rows, err := s.db.QueryContext(ctx, query, args...)
 			if err != nil {
@@ -235,10 +236,9 @@ func (s *Store) List(ctx context.Context, q oncehttp.Query) (recs []oncehttp.Rec
 			defer rows.Close()
 			for rows.Next() {
 				rec, err := scan(rows)
-				var bad *CorruptError
 				switch {
-				case errors.As(err, &bad):
-					corrupt = append(corrupt, bad)
+				case errors.As(err, new(*CorruptError)):
+					bad = append(bad, err)
 				case err != nil:
 					return err
 				default:
@@ -250,7 +250,7 @@ func (s *Store) List(ctx context.Context, q oncehttp.Query) (recs []oncehttp.Rec
 		if err != nil {
 			return nil, err
 		}
-		recs = append(recs, page...)
+		recs, corrupt = append(recs, page...), append(corrupt, bad...)
 	}
 	slices.SortFunc(recs, func(a, b oncehttp.Record) int {
 		if d := a.Updated.Compare(b.Updated); d != 0 {
