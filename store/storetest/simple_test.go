@@ -232,6 +232,18 @@ func (s *simpleStore) List(ctx context.Context, q oncehttp.Query) (_ []oncehttp.
 		}
 	}
 	found := selected(records, q)
+	if s.has("List looks at one state after the other") {
+		found = nil
+		for _, state := range allStates {
+			if len(q.States) == 0 || slices.Contains(q.States, state) {
+				one := q
+				one.States = []oncehttp.State{state}
+				found = append(found, selected(records, one)...)
+				s.gap("List looks at one state after the other")
+			}
+		}
+		slices.SortFunc(found, func(a, b oncehttp.Record) int { return inOrder(a.Updated, a.ID, b.Updated, b.ID) })
+	}
 	if s.has("List is unordered") {
 		slices.Reverse(found)
 	}

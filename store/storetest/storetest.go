@@ -12,10 +12,11 @@
 //		})
 //	}
 //
-// Run it with -race too. Each subtest is one promise. What it takes for granted
-// is what Transport does: ids of 1 to 512 bytes, texts that are UTF-8 without
-// NUL, times after 1970 in UTC with whole microseconds, Updated and Expires
-// always set, answers of at most 256 KiB with a status.
+// Run it with -race too; a store that the race detector makes slow, with
+// -rapid.checks=20. Each subtest is one promise. What the suite takes for
+// granted is what Transport does: ids of 1 to 512 bytes, texts that are UTF-8
+// without NUL, times after 1970, Updated and Expires always set, answers of at
+// most 256 KiB that have a status.
 //
 // It does not show durability: no power is cut here and no process killed.
 package storetest
@@ -38,9 +39,9 @@ type Options struct {
 var keyCount = flag.Int("storetest.keys", 100, "storetest: how many keys have their history checked for linearizability")
 
 // Run tests the store that open makes: an empty one each time, closed by a
-// t.Cleanup in open. It opens one for each subtest and about 100 for the
-// model-based one (-rapid.checks), which print how to repeat a failure. Nothing
-// else should run beside it in the process: it looks for leaked goroutines.
+// t.Cleanup in open. It opens one for each subtest, and 100 (-rapid.checks) for
+// the model-based one, which prints how to repeat a failure. Let nothing else
+// run beside it in the process: it looks for goroutines left behind.
 func Run(t *testing.T, open func(t testing.TB) oncehttp.KeyStore, opts ...Options) {
 	s := &suite{open: open}
 	for _, o := range opts {
@@ -87,6 +88,7 @@ var checks = []struct {
 	{"List returns the states, upstream and times that are asked for", listFilters},
 	{"List returns 100 records if Limit is zero", listLimits},
 	{"Paging by Cursor has no gaps or repeats while others write", pagingIsStable},
+	{"List has every record once while records change state", listIsOneMoment},
 
 	{"Prune deletes what has ended and expired and nothing else", pruneDeletes},
 	{"Prune deletes at most limit", pruneLimits},

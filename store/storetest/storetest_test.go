@@ -56,6 +56,7 @@ var bugs = []struct{ name, promise string }{
 	{"List looks at the first state only", "List returns the states, upstream and times"},
 	{"List has no limit by default", "List returns 100 records"},
 	{"List filters after the limit", "List returns the states, upstream and times"},
+	{"List looks at one state after the other", "List has every record once"},
 	{"the cursor is of the time only", "Paging by Cursor"},
 	{"the cursor is included", "Paging by Cursor"},
 	{"Prune deletes Open", "Prune deletes what has ended"},
