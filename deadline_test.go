@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"math"
 	"math/rand/v2"
 	"net/http"
 	"runtime"
@@ -597,9 +598,14 @@ func TestTenThousandCancelledWaitsLeaveNothingBehind(t *testing.T) {
 		})
 	}
 	cancelled() // the runtime keeps its 10,000 goroutine descriptors for the next time
-	before := heapInUse()
-	cancelled()
-	require.Less(t, heapInUse()-before, int64(1<<20))
+	// What leaks, leaks every time; the runtime's own descriptors do not.
+	grown := int64(math.MaxInt64)
+	for range 4 {
+		before := heapInUse()
+		cancelled()
+		grown = min(grown, heapInUse()-before)
+	}
+	require.Less(t, grown, int64(1<<20))
 }
 
 func heapInUse() int64 {

@@ -44,6 +44,7 @@ type guard struct {
 	reused   atomic.Bool  // it had served before
 	vetoed   atomic.Bool  // a hidden send was prevented
 	asked    atomic.Bool  // GetBody was asked for
+	unhidden atomic.Bool  // a RoundTripper between gave the key its canonical name back
 }
 
 var (
@@ -52,8 +53,11 @@ var (
 )
 
 // watch returns the context to send the attempt with. A trace of the caller's
-// own is called too.
-func (g *guard) watch(ctx context.Context) context.Context {
+// own is called too. With names set, the header is looked at as it is written.
+func (g *guard) watch(ctx context.Context, names bool) context.Context {
+	if names {
+		g.trace.WroteHeaderField = g.wroteHeaderField
+	}
 	g.trace.GetConn = g.getConn
 	g.trace.GotConn = g.gotConn
 	return httptrace.WithClientTrace(ctx, &g.trace)
@@ -77,6 +81,14 @@ func (g *guard) arm(clone *http.Request, declared, plainBase bool) {
 	}
 }
 
+// wroteHeaderField sees the names as net/http's replay rule did. A RoundTripper
+// between that copies the header by Set or Add makes them canonical again.
+func (g *guard) wroteHeaderField(name string, _ []string) {
+	if name == "Idempotency-Key" || name == "X-Idempotency-Key" {
+		g.unhidden.Store(true)
+	}
+}
+
 func (g *guard) getConn(string) { g.getConns.Add(1) }
 
 func (g *guard) gotConn(info httptrace.GotConnInfo) {
@@ -86,9 +98,14 @@ func (g *guard) gotConn(info httptrace.GotConnInfo) {
 		h1 = c.ConnectionState().NegotiatedProtocol != "h2"
 	}
 	g.h1.Store(h1)
-	if g.gotConns.Add(1) > 1 && g.bodiless && !h1 {
+	if g.gotConns.Add(1) > 1 && g.bodiless && (!h1 || g.unhidden.Load()) {
 		g.vetoed.Store(true)
 		g.cancel(errHiddenSend)
+		if h1 {
+			// Cancelling alone races with HTTP/1's write loop. The connection
+			// is this request's alone, and net/http closes it for the cancel.
+			info.Conn.Close()
+		}
 	}
 }
 
@@ -113,7 +130,7 @@ func (g *guard) nothingSent(err error) bool {
 // stale reports whether the attempt met a dead keep-alive connection and wrote
 // nothing to it.
 func (g *guard) stale() bool {
-	return g.asked.Load() && g.h1.Load()
+	return g.asked.Load() && g.h1.Load() && !g.unhidden.Load()
 }
 
 // unprocessedH2 finds the two cases in which HTTP/2 guarantees that a stream

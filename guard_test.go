@@ -513,3 +513,47 @@ func TestACallCancelledOnADeadConnectionIsTheCallersEnd(t *testing.T) {
 	assert.Equal(t, Unknown, r.report.Outcome)
 	assert.Equal(t, 1, r.report.Attempts)
 }
+
+// A RoundTripper between us and net/http that copies the header by name makes
+// the hidden names canonical again: net/http's replay rule must not come back
+// with them, neither as sends of its own nor as a proof that nothing was sent.
+func TestAWrapperThatCanonicalisesHeaderNamesBringsNoHiddenSendsBack(t *testing.T) {
+	for kind, body := range bodies {
+		for _, keys := range []KeyMode{KeysSent, KeysHonored, KeysOff} {
+			t.Run(fmt.Sprint(kind, "/", keys), func(t *testing.T) {
+				s := faulty.NewServer(nil, nil)
+				t.Cleanup(s.Close)
+				wrapper := canonicalising{s.Transport()}
+				client := contract(t, &Transport{Base: wrapper, Policy: quick(keys)})
+				warm(t, client, s, 5)
+				s.SetScript(faulty.Always(faulty.CloseStale()))
+				before := len(s.Requests())
+				req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, s.URL+"/charges", body())
+				require.NoError(t, err)
+				req.Header.Set("X-Idempotency-Key", "the-callers-own")
+				r := do(client, req)
+				sent := len(s.Requests()) - before
+				assert.Equal(t, sent, r.report.Attempts, "sends are attempts")
+				assert.Equal(t, Unknown, r.report.Outcome)
+				if keys == KeysHonored {
+					assert.Equal(t, 3, sent)
+				} else {
+					assert.Equal(t, 1, sent, "each is a charge")
+				}
+			})
+		}
+	}
+}
+
+type canonicalising struct{ *http.Transport }
+
+func (c canonicalising) RoundTrip(r *http.Request) (*http.Response, error) {
+	clone := r.Clone(r.Context())
+	clone.Header = http.Header{}
+	for name, values := range r.Header {
+		for _, v := range values {
+			clone.Header.Add(name, v)
+		}
+	}
+	return c.Transport.RoundTrip(clone)
+}

@@ -271,7 +271,7 @@ func (c *call) clone(ctx context.Context) (*http.Request, *guard, error) {
 	if c.class != safe {
 		g = &a.guard
 		g.cancel, g.up, g.plainH1 = c.cancel, c.up, c.st.plainH1 || c.up.proto.Load() == 1
-		ctx = g.watch(ctx)
+		ctx = g.watch(ctx, !c.st.plainBase && (c.body.none || !c.honored()))
 	}
 	a.req, a.url = *c.req.WithContext(ctx), *c.req.URL
 	clone := &a.req
