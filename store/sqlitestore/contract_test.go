@@ -67,7 +67,7 @@ type writes struct {
 }
 
 // The ids are shared block by block, so that the processes meet.
-const sharedIDs, blockIDs, hands, turns = 200, 10, 4, 30
+const sharedIDs, blockIDs, hands, turns = 200, 10, 4, 15
 
 // claimAndSettleBlock lets 4 goroutines claim, or take over, and settle ids of a
 // block at random.

@@ -158,7 +158,7 @@ func bigAnswersComeBack(t *testing.T, s *suite) {
 func latin1HeadersComeBack(t *testing.T, s *suite) {
 	store := s.open(t)
 	r := full("1")
-	r.Response.Header = http.Header{"Content-Disposition": {"attachment; filename=\"caf\xe9.pdf\""}, "X-All": {"\x80\x9f\xa0\xff", "é"}}
+	r.Response.Header = http.Header{"Content-Disposition": {"attachment; filename=\"caf\xe9.pdf\""}, "X-All": {"\x80\x9f\xa0\xff", "é"}, "X-Cut": {"\xc3", "\xa9"}}
 	r.Request.Header = http.Header{"X-Name": {"Jos\xe9"}}
 	r = mustCreate(t, store, r)
 	same(t, r, mustGet(t, store, "1"), "Get's answer")
