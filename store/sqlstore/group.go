@@ -31,6 +31,7 @@ type op struct {
 	done     chan struct{} // closed when err is set
 	lead     chan struct{} // closed when the lead is handed to this op's caller
 	promoted bool          // guarded by group.mu: lead was closed
+	gone     bool          // guarded by group.mu: its caller left while it was in a batch
 }
 
 // maxGroup bounds a transaction, and with it how long the first of a group
@@ -88,7 +89,7 @@ func (g *group) leadWith(ctx context.Context, o *op) error {
 		// Our time is over, not theirs.
 		rest := make([]*op, 0, len(batch)+len(g.queue))
 		for _, other := range batch {
-			if other != o {
+			if other != o && !other.gone {
 				rest = append(rest, other)
 			}
 		}
@@ -126,5 +127,6 @@ func (g *group) withdraw(o *op) bool {
 			return true
 		}
 	}
+	o.gone = true
 	return false
 }

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"net/http"
+	"strings"
 	"time"
 	"unicode/utf8"
 
@@ -57,13 +58,14 @@ var states = func() map[string]oncehttp.State {
 // payload is how a saved request or answer stands in its column: JSON, and the
 // body as text where it is text.
 type payload struct {
-	Method string      `json:"method,omitempty"`
-	URL    string      `json:"url,omitempty"`
-	Status int         `json:"status,omitempty"`
-	Header http.Header `json:"header,omitempty"`
-	Text   string      `json:"text,omitempty"`
-	Base64 []byte      `json:"base64,omitempty"`
-	Length int         `json:"length"` // of the body: a cut value shows itself
+	Method string              `json:"method,omitempty"`
+	URL    string              `json:"url,omitempty"`
+	Status int                 `json:"status,omitempty"`
+	Header http.Header         `json:"header,omitempty"`
+	Raw    map[string][][]byte `json:"header_base64,omitempty"` // values that are not UTF-8: JSON would change them
+	Text   string              `json:"text,omitempty"`
+	Base64 []byte              `json:"base64,omitempty"`
+	Length int                 `json:"length"` // of the body: a cut value shows itself
 }
 
 func (p *payload) setBody(b []byte) {
@@ -87,6 +89,20 @@ func (p *payload) body() ([]byte, error) {
 }
 
 func encode(p payload) (any, error) {
+	text := make(http.Header, len(p.Header))
+	for name, values := range p.Header {
+		if utf8.ValidString(strings.Join(values, ",")) {
+			text[name] = values
+			continue
+		}
+		if p.Raw == nil {
+			p.Raw = map[string][][]byte{}
+		}
+		for _, v := range values {
+			p.Raw[name] = append(p.Raw[name], []byte(v))
+		}
+	}
+	p.Header = text
 	b, err := json.Marshal(p)
 	return string(b), err
 }
@@ -178,6 +194,14 @@ func decode(text string) (payload, []byte, error) {
 	var p payload
 	if err := json.Unmarshal([]byte(text), &p); err != nil {
 		return p, nil, errors.New("not the JSON of a saved message")
+	}
+	for name, values := range p.Raw {
+		for _, v := range values {
+			if p.Header == nil {
+				p.Header = http.Header{}
+			}
+			p.Header[name] = append(p.Header[name], string(v))
+		}
 	}
 	body, err := p.body()
 	return p, body, err

@@ -138,13 +138,17 @@ func (w *writer) close() error {
 }
 
 // Create implements oncehttp.KeyStore.
-func (s *Store) Create(ctx context.Context, rec oncehttp.Record) (stored oncehttp.Record, created bool, err error) {
+func (s *Store) Create(ctx context.Context, rec oncehttp.Record) (oncehttp.Record, bool, error) {
 	rec.Version = 1
 	args, err := values(&rec)
 	if err != nil {
 		return oncehttp.Record{}, false, err
 	}
-	o := &op{claim: true, apply: func(ctx context.Context, w *writer) error {
+	// Not results with names: a caller that leaves writes to those while the
+	// leader still works.
+	var stored oncehttp.Record
+	var created bool
+	o := &op{claim: true, apply: func(ctx context.Context, w *writer) (err error) {
 		stored, created = oncehttp.Record{}, false
 		n, err := affected(w.insert.ExecContext(ctx, args...))
 		switch {
@@ -220,37 +224,37 @@ func (s *Store) List(ctx context.Context, q oncehttp.Query) (recs []oncehttp.Rec
 			wanted = append(wanted, st)
 		}
 	}
-	// One query for each state: each walks its own part of an index in order
-	// and stops at the limit, so no row is read that could not be returned.
+	// One part for each state: each walks its own part of an index in order
+	// and stops at the limit, so no row is read that could not be returned. One
+	// statement, so that a record that changes state is there once.
 	var corrupt []error
+	var parts []string
+	var args []any
 	for _, state := range slices.Compact(slices.Sorted(slices.Values(wanted))) {
-		var page []oncehttp.Record
-		var bad []error
-		err := s.retry(ctx, func() error {
-			page, bad = nil, nil
-			query, args := listSQL(state, q, limit)
-			rows, err := s.db.QueryContext(ctx, query, args...)
-			if err != nil {
-				return err
-			}
-			defer rows.Close()
-			for rows.Next() {
-				rec, err := scan(rows)
-				switch {
-				case errors.As(err, new(*CorruptError)):
-					bad = append(bad, err)
-				case err != nil:
-					return err
-				default:
-					page = append(page, rec)
-				}
-			}
-			return rows.Err()
-		})
+		part, a := listSQL(state, q, limit)
+		parts, args = append(parts, "SELECT * FROM ("+part+")"), append(args, a...)
+	}
+	if err := s.retry(ctx, func() error {
+		recs, corrupt = nil, nil
+		rows, err := s.db.QueryContext(ctx, strings.Join(parts, " UNION ALL "), args...)
 		if err != nil {
-			return nil, err
+			return err
 		}
-		recs, corrupt = append(recs, page...), append(corrupt, bad...)
+		defer rows.Close()
+		for rows.Next() {
+			rec, err := scan(rows)
+			switch {
+			case errors.As(err, new(*CorruptError)):
+				corrupt = append(corrupt, err)
+			case err != nil:
+				return err
+			default:
+				recs = append(recs, rec)
+			}
+		}
+		return rows.Err()
+	}); err != nil {
+		return nil, err
 	}
 	slices.SortFunc(recs, func(a, b oncehttp.Record) int {
 		if d := a.Updated.Compare(b.Updated); d != 0 {
@@ -288,13 +292,18 @@ const pruneSQL = "DELETE FROM oncehttp_intents WHERE id IN (SELECT id FROM onceh
 
 // Prune implements oncehttp.KeyStore.
 func (s *Store) Prune(ctx context.Context, before time.Time, limit int) (int, error) {
+	if limit <= 0 {
+		return 0, ctx.Err()
+	}
 	var n int64
 	o := &op{apply: func(ctx context.Context, w *writer) (err error) {
 		n, err = affected(w.prune.ExecContext(ctx, timeText(before), limit))
 		return err
 	}}
-	err := s.group.do(ctx, o)
-	return int(n), err
+	if err := s.group.do(ctx, o); err != nil {
+		return 0, err
+	}
+	return int(n), nil
 }
 
 func affected(r sql.Result, err error) (int64, error) {
