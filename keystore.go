@@ -14,7 +14,8 @@ import (
 // made all the same, and Transport finds that out by the record's Owner.
 //
 // A store may keep the memory of what it is given, which is not written to
-// afterwards. What it returns is the caller's: another copy each time.
+// afterwards, and may return that. What it returns of what it kept is the
+// caller's: another copy each time. Times are in UTC, to the microsecond.
 type KeyStore interface {
 	// Create inserts rec if no record has its id, and returns what is now
 	// stored; created tells whether that is rec. That a record exists is not
@@ -30,13 +31,15 @@ type KeyStore interface {
 	// durable when it returns; others may become so a little later.
 	Update(ctx context.Context, rec Record) (stored Record, err error)
 
-	// List returns a page of the records that q asks for, the least recently
-	// updated first.
+	// List returns a page of the records that q asks for, as they are at one
+	// moment, the least recently updated first. Records that cannot be read
+	// are told by an error beside those that can.
 	List(ctx context.Context, q Query) ([]Record, error)
 
 	// Prune deletes at most limit records that are Done, Rejected, NotSent or
 	// Reserved and whose Expires is earlier than before, and returns how many
-	// it deleted. It never deletes Sending, Open or Unknown.
+	// it deleted; none if limit is zero or less. It never deletes Sending,
+	// Open or Unknown.
 	Prune(ctx context.Context, before time.Time, limit int) (int, error)
 }
 
