@@ -55,6 +55,7 @@ type orders struct {
 	Owner string
 
 	First, Span int           // of "calls": the intents it chooses from
+	Settle      bool          // of "claims": settle them, too
 	Attempts    int           // Policy.MaxAttempts; zero: the default
 	Wait        bool          // Policy.WaitInFlight
 	MaxElapsed  time.Duration // Policy.MaxElapsed; zero: the default
@@ -76,7 +77,7 @@ type message struct {
 type written struct {
 	ID, Intent, Key, State string
 	Version                int64
-	At                     int64 // clock of the test, ns
+	At                     int64 // ns, by the clock that the test compares it with
 }
 
 type called struct {
@@ -120,7 +121,7 @@ func start(t testing.TB, o orders) *child {
 	exe, err := os.Executable()
 	require.NoError(t, err)
 	cmd := exec.Command(exe)
-	cmd.Env = append(os.Environ(), childSpec+"="+string(spec))
+	cmd.Env = append(os.Environ(), childSpec+"="+string(spec), "GORACE=halt_on_error=1") // a race ends the child, which the test notices
 	cmd.Stderr = os.Stderr
 	in, err := cmd.StdinPipe()
 	require.NoError(t, err)
@@ -250,8 +251,9 @@ func (s deferred) Create(ctx context.Context, rec oncehttp.Record) (oncehttp.Rec
 		return old, false, nil
 	}
 	time.AfterFunc(20*time.Millisecond, func() { s.KeyStore.Create(context.Background(), rec) })
-	rec.Version = 1
-	return rec, true, nil
+	stored := rec
+	stored.Version = 1
+	return stored, true, nil
 }
 
 // unfenced is the planted bug: it writes although the record has changed.

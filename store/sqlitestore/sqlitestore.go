@@ -129,14 +129,10 @@ func create(ctx context.Context, path string) (err error) {
 	if err != nil {
 		return err
 	}
-	for _, stmt := range strings.Split(sqlstore.SQLite.Schema(), ";\n") {
-		if strings.TrimSpace(stmt) == "" {
-			continue
-		}
-		if _, err := db.ExecContext(ctx, stmt); err != nil {
-			db.Close()
-			return err
-		}
+	marks := fmt.Sprintf("PRAGMA application_id=%d; PRAGMA user_version=%d", sqlstore.ApplicationID, sqlstore.SchemaVersion)
+	if _, err := db.ExecContext(ctx, sqlstore.SQLite.Schema()+marks); err != nil {
+		db.Close()
+		return err
 	}
 	if err := db.Close(); err != nil {
 		return err

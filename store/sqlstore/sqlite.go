@@ -13,16 +13,22 @@ type Dialect struct {
 	name   string
 	schema []string
 	begin  string
-	// ready reads the settings that durability hangs on, and refuses weak ones.
-	ready func(ctx context.Context, db *sql.DB, conn *sql.Conn, allowWeak bool) error
+	// ready checks what is the database's, and refuses weak settings.
+	ready func(ctx context.Context, conn *sql.Conn, allowWeak bool) error
 	// lazy and durable switch the connection between commits that may be lost
-	// with the power and commits that may not.
+	// with the power and commits that may not. They are never prepared: SQLite
+	// carries out a PRAGMA synchronous while it is being prepared, and a driver
+	// that prepares early would leave the last one in force.
 	lazy, durable string
+	// safe reads back that durable is in force.
+	safe func(ctx context.Context, conn *sql.Conn) error
 	// busy reports that the database was locked by someone else: try again.
 	busy func(error) bool
 }
 
-// ApplicationID and SchemaVersion mark a SQLite file as one of this package's.
+// ApplicationID and SchemaVersion mark a SQLite file that is nothing but a store:
+// PRAGMA application_id and user_version. In a database of the caller's own they
+// are the caller's.
 const (
 	ApplicationID = 0x6f6e6365 // "once"
 	SchemaVersion = 1
@@ -61,6 +67,7 @@ var SQLite = Dialect{
 	durable: sqliteDurable,
 	lazy:    "PRAGMA synchronous=NORMAL",
 	ready:   sqliteReady,
+	safe:    sqliteSafe,
 	busy:    sqliteBusy,
 }
 
@@ -76,41 +83,21 @@ const (
 // Schema returns the statements that create the table, for those who migrate
 // by hand. Running them again changes nothing.
 func (d Dialect) Schema() string {
-	s := strings.Join(d.schema, ";\n\n") + ";\n"
-	if d.name == "SQLite" {
-		s += fmt.Sprintf("\nPRAGMA application_id=%d;\nPRAGMA user_version=%d;\n", ApplicationID, SchemaVersion)
-	}
-	return s
+	return strings.Join(d.schema, ";\n\n") + ";\n"
 }
 
-// sqliteReady checks the mark, creates what is missing, and reads back what
-// durability hangs on: journal_mode is the file's, synchronous the connection's.
-func sqliteReady(ctx context.Context, _ *sql.DB, conn *sql.Conn, allowWeak bool) error {
-	number := func(pragma string) (n int64, err error) {
-		err = conn.QueryRowContext(ctx, "PRAGMA "+pragma).Scan(&n)
-		return n, err
-	}
-	id, err := number("application_id")
+// sqliteReady checks the version, if the file is marked as ours, and the
+// journal mode, which is the file's.
+func sqliteReady(ctx context.Context, conn *sql.Conn, allowWeak bool) error {
+	id, err := pragma(ctx, conn, "application_id")
 	if err != nil {
 		return err
 	}
-	version, err := number("user_version")
-	if err != nil {
-		return err
-	}
-	tables, err := number("page_count")
+	version, err := pragma(ctx, conn, "user_version")
 	switch {
 	case err != nil:
 		return err
-	case id == 0 && version == 0 && tables == 0:
-		if _, err := conn.ExecContext(ctx, fmt.Sprintf("PRAGMA application_id=%d", ApplicationID)); err != nil {
-			return err
-		}
-		if _, err := conn.ExecContext(ctx, fmt.Sprintf("PRAGMA user_version=%d", SchemaVersion)); err != nil {
-			return err
-		}
-	case id != ApplicationID:
-		return errors.New("the file is another application's: its application_id is not oncehttp's")
+	case id != ApplicationID: // a database of the caller's own: its marks are not ours to read
 	case version > SchemaVersion:
 		return fmt.Errorf("the schema has version %d, this program knows %d: it was written by a newer one", version, SchemaVersion)
 	case version < SchemaVersion:
@@ -123,17 +110,21 @@ func sqliteReady(ctx context.Context, _ *sql.DB, conn *sql.Conn, allowWeak bool)
 	if !strings.EqualFold(mode, "wal") && !allowWeak {
 		return fmt.Errorf("journal_mode is %s, not WAL: acknowledged claims could be lost with the power", mode)
 	}
-	if _, err := conn.ExecContext(ctx, sqliteDurable); err != nil {
-		return err
-	}
-	level, err := number("synchronous")
-	if err != nil {
-		return err
-	}
-	if level < 2 && !allowWeak {
-		return fmt.Errorf("synchronous is %d, not FULL or EXTRA: acknowledged claims could be lost with the power", level)
-	}
 	return nil
+}
+
+// sqliteSafe reads back that the connection's commits wait for the disk.
+func sqliteSafe(ctx context.Context, conn *sql.Conn) error {
+	level, err := pragma(ctx, conn, "synchronous")
+	if err == nil && level < 2 {
+		err = fmt.Errorf("synchronous is %d, not FULL or EXTRA: acknowledged claims could be lost with the power", level)
+	}
+	return err
+}
+
+func pragma(ctx context.Context, conn *sql.Conn, name string) (n int64, err error) {
+	err = conn.QueryRowContext(ctx, "PRAGMA "+name).Scan(&n)
+	return n, err
 }
 
 // sqliteBusy knows SQLITE_BUSY and SQLITE_LOCKED by the code that drivers give,

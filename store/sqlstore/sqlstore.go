@@ -81,7 +81,6 @@ func (s *Store) Close() error {
 type writer struct {
 	conn                    *sql.Conn
 	begin, commit, rollback *sql.Stmt
-	durable, lazily         *sql.Stmt // how the connection commits from then on
 	insert, update, get     *sql.Stmt
 	version, prune          *sql.Stmt
 	lazy                    bool // it commits lazily now
@@ -98,7 +97,7 @@ func (s *Store) open(ctx context.Context) (_ *writer, err error) {
 			w.close()
 		}
 	}()
-	if err := s.dialect.ready(ctx, s.db, conn, s.opts.AllowWeakDurability); err != nil {
+	if err := s.dialect.ready(ctx, conn, s.opts.AllowWeakDurability); err != nil {
 		return nil, err
 	}
 	for _, stmt := range s.dialect.schema {
@@ -118,10 +117,17 @@ func (s *Store) open(ctx context.Context) (_ *writer, err error) {
 		{&w.begin, s.dialect.begin},
 		{&w.commit, "COMMIT"},
 		{&w.rollback, "ROLLBACK"},
-		{&w.durable, s.dialect.durable},
-		{&w.lazily, s.dialect.lazy},
 	} {
 		if *p.stmt, err = conn.PrepareContext(ctx, p.text); err != nil {
+			return nil, err
+		}
+	}
+	w.lazy = true // as far as we know
+	if err := w.setLazy(s.dialect, false); err != nil {
+		return nil, err
+	}
+	if !s.opts.AllowWeakDurability {
+		if err := s.dialect.safe(ctx, conn); err != nil {
 			return nil, err
 		}
 	}
@@ -129,7 +135,7 @@ func (s *Store) open(ctx context.Context) (_ *writer, err error) {
 }
 
 func (w *writer) close() error {
-	for _, stmt := range []*sql.Stmt{w.insert, w.update, w.get, w.version, w.prune, w.begin, w.commit, w.rollback, w.durable, w.lazily} {
+	for _, stmt := range []*sql.Stmt{w.insert, w.update, w.get, w.version, w.prune, w.begin, w.commit, w.rollback} {
 		if stmt != nil {
 			stmt.Close()
 		}
@@ -379,7 +385,7 @@ func (s *Store) transact(ctx context.Context, batch []*op) (err error) {
 			}
 			s.writer = w
 		}
-		if err := s.writer.setLazy(!claim); err != nil {
+		if err := s.writer.setLazy(s.dialect, !claim); err != nil {
 			return err
 		}
 		// Not with ctx: the driver waits for a lock no longer than its own
@@ -427,15 +433,15 @@ func (s *Store) drop() {
 
 // setLazy switches between commits that wait for the disk and commits that
 // need not: losing a settle means a send under the same key, or a doubt.
-func (w *writer) setLazy(lazy bool) error {
+func (w *writer) setLazy(d Dialect, lazy bool) error {
 	if w.lazy == lazy {
 		return nil
 	}
-	stmt := w.durable
+	stmt := d.durable
 	if lazy {
-		stmt = w.lazily
+		stmt = d.lazy
 	}
-	if _, err := stmt.Exec(); err != nil {
+	if _, err := w.conn.ExecContext(context.Background(), stmt); err != nil {
 		return err
 	}
 	w.lazy = lazy
