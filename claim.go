@@ -182,8 +182,10 @@ func (c *call) leaveHere() {
 	}
 }
 
-// waitForOther pauses for another run of the intent, if the policy wants that.
+// waitForOther pauses for another run of the intent, if the policy wants that,
+// but not past the end of its lease.
 func (c *call) waitForOther(pause time.Duration, lease time.Time) error {
+	pause = max(time.Millisecond, min(pause, time.Until(lease)+time.Millisecond))
 	switch {
 	case !c.pol.WaitInFlight:
 		c.retryAt = lease
@@ -312,6 +314,7 @@ func (c *call) settle(o Outcome, turnedAway bool, saved *SavedResponse) Outcome 
 	}
 	c.st.trace.storeError(c.ctx, c.id, "settle", err)
 	if gerr == nil && (stored.State == StateDone || stored.State == StateRejected) {
+		c.overtakenBy = stored.Response
 		return stored.outcome() // the intent has ended without us: that is what is known
 	}
 	return o

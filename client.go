@@ -226,6 +226,8 @@ type call struct {
 	held bool
 	// isHere: this run is registered in settings.here
 	isHere bool
+	// overtakenBy: the answer of the run that ended the intent before us
+	overtakenBy *SavedResponse
 
 	// how it goes
 	n, tries, polls, fives int

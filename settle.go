@@ -39,7 +39,12 @@ func (c *call) conclude(resp *http.Response, j judgement, reason, err error) (*h
 		if c.bodyFailed {
 			reason = ErrBody
 		}
-		return nil, c.end(c.settle(o, turnedAway, nil), reason, err)
+		if o = c.settle(o, turnedAway, nil); c.overtakenBy != nil {
+			// Another run of the intent has its answer: it is ours too.
+			c.fill(o, nil, func(r *Report) { r.Replayed, r.Status = true, c.overtakenBy.Status })
+			return c.replay(c.overtakenBy), nil
+		}
+		return nil, c.end(o, reason, err)
 	}
 	if reason == nil && (j.kind == VerdictDone || j.kind == VerdictRejected) {
 		c.up.budget.earn()
