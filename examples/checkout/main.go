@@ -14,11 +14,12 @@ import (
 )
 
 func main() {
+	liveIfToldTo()
 	os.Exit(checkout(context.Background(), os.Stdout, os.Args[1:]))
 }
 
 // checkout returns the exit status: 1 if oncehttp charged an order twice or
-// told what is not true, 2 for flags that it does not know.
+// told what is not true, 2 if it could not play.
 func checkout(ctx context.Context, out io.Writer, args []string) int {
 	flags := flag.NewFlagSet("checkout", flag.ContinueOnError)
 	flags.SetOutput(out)
@@ -32,8 +33,12 @@ func checkout(ctx context.Context, out io.Writer, args []string) int {
 		details = out
 	}
 
-	fmt.Fprint(out, "Ten scenes on 127.0.0.1, a few seconds.\n\n")
-	rows := playAll(ctx, details, *plant)
+	fmt.Fprint(out, "Fourteen scenes on 127.0.0.1, a few seconds.\n\n")
+	rows, err := playAll(ctx, details, *plant)
+	if err != nil {
+		fmt.Fprintln(out, "checkout:", err)
+		return 2
+	}
 	printTable(out, rows)
 	printNotes(out, rows)
 	printSummary(out, rows)
@@ -45,11 +50,20 @@ func checkout(ctx context.Context, out io.Writer, args []string) int {
 	return 0
 }
 
-func playAll(ctx context.Context, details io.Writer, plant bool) []row {
-	var rows []row
+func playAll(ctx context.Context, details io.Writer, plant bool) (rows []row, err error) {
 	for i, s := range scenes() {
 		fmt.Fprintf(details, "Scene %d: %s\n", i+1, s.name)
-		r := row{n: i + 1, name: s.name, plain: s.playPlain(ctx), once: s.playOnce(ctx, s.policy, plant)}
+		r := row{n: i + 1, name: s.name}
+		if s.crash == never {
+			r.plain, r.once = s.playPlain(ctx), s.playOnce(ctx, s.policy, plant)
+		} else {
+			if r.plain, err = s.playCrash(ctx, true); err != nil {
+				return nil, err
+			}
+			if r.once, err = s.playCrash(ctx, false); err != nil {
+				return nil, err
+			}
+		}
 		r.plain.printLog(details, "plain loop")
 		r.once.printLog(details, "oncehttp")
 		r.wrong = r.once.audit()
@@ -65,5 +79,5 @@ func playAll(ctx context.Context, details io.Writer, plant bool) []row {
 		fmt.Fprintln(details)
 		rows = append(rows, r)
 	}
-	return rows
+	return rows, nil
 }

@@ -5,6 +5,7 @@ import (
 	"io"
 	"net/http"
 	"net/http/httptest"
+	"os"
 	"strings"
 	"testing"
 	"time"
@@ -13,6 +14,11 @@ import (
 
 	"github.com/oncehttp/oncehttp"
 )
+
+func TestMain(m *testing.M) {
+	liveIfToldTo()
+	os.Exit(m.Run())
+}
 
 func TestEveryOrderIsChargedAtMostOnceAndTheOutcomeIsTrue(t *testing.T) {
 	const many = -1 // depends on how goroutines are scheduled
@@ -32,8 +38,13 @@ func TestEveryOrderIsChargedAtMostOnceAndTheOutcomeIsTrue(t *testing.T) {
 		{"response lost, keys not honoured", 2, 2, 1, 1, 1, "unknown"},
 		{"full outage, 200 orders", 800, 0, many, 0, 0, "200 unknown"},
 		{"Retry-After: 30, deadline in 5 s", 4, 0, 1, 0, 0, "unknown"},
+		{"killed after the charge", 2, 2, 2, 1, 1, "done"},
+		{"killed before it was sent", 1, 1, 1, 1, 0, "done"},
+		{"killed after the answer", 2, 2, 1, 1, 1, "done"},
+		{"killed, resumed past the window", 2, 2, 1, 1, 1, "unknown"},
 	}
-	rows := playAll(t.Context(), io.Discard, false)
+	rows, err := playAll(t.Context(), io.Discard, false)
+	require.NoError(t, err)
 	require.Len(t, rows, len(want))
 	for i, w := range want {
 		r := rows[i]
@@ -52,6 +63,9 @@ func TestEveryOrderIsChargedAtMostOnceAndTheOutcomeIsTrue(t *testing.T) {
 			require.Empty(t, r.wrong)
 			require.Empty(t, r.once.audit())
 
+			if i >= 10 {
+				return // what a killed process had sent, no report tells
+			}
 			attempts := 0
 			for _, told := range r.once.told {
 				attempts += told.payment.Report.Attempts
@@ -78,6 +92,18 @@ func TestEveryOrderIsChargedAtMostOnceAndTheOutcomeIsTrue(t *testing.T) {
 	outage := rows[8]
 	require.GreaterOrEqual(t, outage.once.sends(), 210)
 	require.LessOrEqual(t, outage.once.sends(), 213)
+
+	again := rows[10].once
+	require.Len(t, again.deliveries, 2)
+	require.Equal(t, again.deliveries[0].Header["Idempotency-Key"], again.deliveries[1].Header["Idempotency-Key"], "the same key")
+	require.NotEmpty(t, again.deliveries[0].Header.Get("Idempotency-Key"))
+	require.Equal(t, again.deliveries[0].Body, again.deliveries[1].Body)
+	require.Equal(t, "ch_001", again.told[0].payment.Charge, "the answer is delivered")
+	saved := rows[12].once.told[0].payment
+	require.True(t, saved.Report.Replayed)
+	require.Zero(t, saved.Report.Attempts)
+	require.Equal(t, "ch_001", saved.Charge)
+	require.ErrorContains(t, rows[13].once.told[0].err, oncehttp.ErrKeyExpired.Error())
 
 	late := rows[9].once.told[0].payment.Report
 	require.Zero(t, late.Waited)

@@ -17,6 +17,7 @@ type sandbox struct {
 	ignoresKeys  bool          // every POST is a charge
 	requiresKeys bool          // a POST without a key is refused
 	bank         time.Duration // how long a charge takes
+	charged      chan struct{} // nil, or gets one for each charge that is made
 
 	mu     sync.Mutex
 	ledger []Order          // guarded by mu: what was charged, in order
@@ -94,6 +95,9 @@ func (s *sandbox) charge(order Order) (answer []byte) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.ledger = append(s.ledger, order)
+	if s.charged != nil {
+		s.charged <- struct{}{}
+	}
 	return fmt.Appendf(nil, `{"charge":"ch_%03d","order":%q,"amount":%d}`, len(s.ledger), order.ID, order.Amount)
 }
 

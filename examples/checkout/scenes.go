@@ -17,6 +17,7 @@ type scene struct {
 	sandbox sandboxSettings
 	faults  faulty.Script   // what befalls the requests
 	policy  oncehttp.Policy // how oncehttp is told to call the provider
+	crash   crash           // where the shop's process is killed; then there is no act
 	act     func(ctx context.Context, pay payer) []told
 	note    func(plain, once run) string // what the table has no column for
 	others  []variant                    // further policies to play it with, for comparison
@@ -138,6 +139,32 @@ func scenes() []scene {
 		note: func(_, once run) string {
 			r := once.told[0].payment.Report
 			return fmt.Sprintf("oncehttp returned the %d at once: waited %v, %v", r.Status, r.Waited, r.Reason)
+		},
+	}, {
+		name:   "killed after the charge",
+		crash:  beforeAnswer,
+		policy: honored,
+		note: func(_, once run) string {
+			return fmt.Sprintf("the restarted process sent the same key, and got the answer: %s", once.told[0].payment.Charge)
+		},
+	}, {
+		name:   "killed before it was sent",
+		crash:  beforeSending,
+		policy: honored,
+	}, {
+		name:   "killed after the answer",
+		crash:  afterItSettled,
+		policy: honored,
+		note: func(_, once run) string {
+			return fmt.Sprintf("the restarted process sent %d requests: the saved answer is %s", once.told[0].payment.Report.Attempts, once.told[0].payment.Charge)
+		},
+	}, {
+		// By the time of the restart the provider may have forgotten the key.
+		name:   "killed, resumed past the window",
+		crash:  beforeAnswer,
+		policy: with(honored, func(p *oncehttp.Policy) { p.KeyWindow = time.Millisecond }),
+		note: func(_, once run) string {
+			return fmt.Sprintf("oncehttp: %v", once.told[0].err)
 		},
 	}}
 }
