@@ -283,6 +283,8 @@ func quantile(sorted []time.Duration, q float64) time.Duration {
 	return sorted[min(len(sorted)-1, int(q*float64(len(sorted))))].Round(10 * time.Microsecond)
 }
 
+// cases.md A28: a record stayed "in progress" after a crash, and blocked its
+// intent for days. cases.md A29, A65: a container that died lost its key.
 func TestNothingIsLostOrDoneTwiceByKilledProcesses(t *testing.T) {
 	assert.Empty(t, killLoop(t, *killsFlag, false))
 }

@@ -10,11 +10,14 @@ import (
 	"os/exec"
 	"path/filepath"
 	"strings"
+	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
 	"github.com/oncehttp/oncehttp"
 	"github.com/oncehttp/oncehttp/store/sqlstore"
+	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 )
 
@@ -172,7 +175,8 @@ func TestWeakJournalModesAreRefused(t *testing.T) {
 	require.NoError(t, s.Close())
 }
 
-// The operator's "three in the morning": a lock held by a tool, for long.
+// cases.md A62: one hung process made every later one hang. The operator's "three
+// in the morning": a lock held by a tool, for long.
 func TestALockedFileIsWaitedForUntilTheDeadlineAndSaysByWhat(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "x.db")
 	s := openAt(t, path)
@@ -340,6 +344,35 @@ func TestTwoOpensAtOnceMakeOneFile(t *testing.T) {
 }
 
 var unsettled = []oncehttp.State{oncehttp.StateReserved, oncehttp.StateSending, oncehttp.StateOpen, oncehttp.StateUnknown}
+
+// cases.md A63: a transaction that read first and wrote then failed at once as
+// "database is locked", past the busy timeout.
+func TestNoLockReachesTheCallersOfOneFile(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "x.db")
+	handles := []*Store{openAt(t, path), openAt(t, path)} // as two processes would
+	var all sync.WaitGroup
+	var won atomic.Int32
+	for g := range 50 {
+		all.Go(func() {
+			s := handles[g%2]
+			for i := range 20 {
+				rec, created, err := s.Create(t.Context(), claimed(fmt.Sprint(g, "-", i)))
+				if assert.NoError(t, err) && assert.True(t, created) {
+					rec.State = oncehttp.StateDone
+					_, err = s.Update(t.Context(), rec)
+					assert.NoError(t, err)
+				}
+			}
+			_, created, err := s.Create(t.Context(), claimed("the same"))
+			assert.NoError(t, err)
+			if created {
+				won.Add(1)
+			}
+		})
+	}
+	all.Wait()
+	require.EqualValues(t, 1, won.Load(), "the same key has one winner")
+}
 
 // List and Prune must not read what they do not return: with years of settled
 // records in the file, recovery would take for ever.

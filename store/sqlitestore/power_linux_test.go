@@ -319,6 +319,7 @@ func missing(t *testing.T, path string, ids []string) (gone int, err error) {
 	return gone, nil
 }
 
+// cases.md A66: a file was empty or old after a power loss.
 func TestNoAcknowledgedClaimIsLostWithThePower(t *testing.T) {
 	assert.Zero(t, powerLoop(t, *cyclesFlag, ""), "cycles in which acknowledged claims were lost")
 }
