@@ -88,7 +88,16 @@ func (c *call) claim() (*http.Response, error) {
 		if err != nil {
 			var gerr error
 			if stored, gerr = c.st.store.Get(ctx, c.id); gerr != nil {
+				if c.named && !errors.Is(gerr, ErrNotFound) {
+					// There may be a record, of a run that is in doubt: "not
+					// sent" would let the caller pay another way.
+					known = Unknown
+				}
 				return nil, c.end(known, ErrStore, fmt.Errorf("claim: %w", errors.Join(err, gerr)))
+			}
+			known = stored.outcome()
+			if stored.Owner == rec.Owner {
+				known = NotSent
 			}
 			if stored.Owner != rec.Owner && !errors.Is(err, ErrConflict) {
 				return nil, c.end(known, ErrStore, fmt.Errorf("claim: %w", err))

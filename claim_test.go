@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"net/http"
 	"strings"
 	"sync"
@@ -531,8 +532,12 @@ func TestAStoreThatDoesNotConfirmTheClaimSendsNothing(t *testing.T) {
 						require.Len(t, all(t, store), c.left)
 						if c.sends == 0 {
 							require.ErrorIs(t, r.err, ErrStore)
-							require.Equal(t, NotSent, r.report.Outcome)
 							require.Zero(t, r.report.Attempts)
+							want := NotSent
+							if intent != "" && c.get != nil {
+								want = Unknown // who knows what an earlier run of it did
+							}
+							require.Equal(t, want, r.report.Outcome)
 							return
 						}
 						require.NoError(t, r.err)
@@ -542,6 +547,27 @@ func TestAStoreThatDoesNotConfirmTheClaimSendsNothing(t *testing.T) {
 				})
 			}
 		}
+	}
+}
+
+// An intent that may have been charged stays in doubt while the store cannot be
+// read: told "not sent", a shop would let the customer pay another way.
+func TestAStoreThatIsDownDoesNotTurnADoubtIntoNotSent(t *testing.T) {
+	for name, get := range map[string]fault{"and cannot be read": fails, "but can be read": nil} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				base, store := answers(201), &flakyStore{}
+				base.answers[0] = func(*http.Request) (*http.Response, error) { return nil, io.ErrUnexpectedEOF }
+				tr := &Transport{Base: base, Store: store, Policy: Policy{Keys: KeysHonored, MaxAttempts: Off}}
+				client := contract(t, tr)
+				require.Equal(t, Unknown, do(client, post(t, t.Context(), "charge:1", payURL, "{}")).report.Outcome)
+				store.create, store.get = fails, get
+				r := do(client, post(t, t.Context(), "charge:1", payURL, "{}"))
+				require.ErrorIs(t, r.err, ErrStore)
+				require.Equal(t, Unknown, r.report.Outcome)
+				require.Len(t, base.sent(), 1)
+			})
+		})
 	}
 }
 
@@ -881,6 +907,37 @@ func TestNothingIsSentPastTheWindowWithinACall(t *testing.T) {
 				})
 			})
 		}
+	}
+}
+
+// Nor by waiting until another call leaves its place (Policy.MaxInFlight).
+func TestAWaitForASlotThatOutlastsTheWindowSendsNothing(t *testing.T) {
+	for _, intent := range []string{"charge:1", ""} {
+		synctest.Test(t, func(t *testing.T) {
+			sends := 0
+			tr := &Transport{
+				Policy: Policy{Keys: KeysHonored, KeyWindow: 30 * time.Second, MaxInFlight: 1, AttemptTimeout: 90 * time.Second},
+				Base: roundTripFunc(func(r *http.Request) (*http.Response, error) {
+					if r.Method == http.MethodGet {
+						return answerOf(200, ""), nap(r, time.Minute)
+					}
+					sends++
+					return answerOf(503, "busy", "Retry-After", "2"), nil
+				}),
+			}
+			client := contract(t, tr)
+			var slow sync.WaitGroup
+			slow.Go(func() {
+				time.Sleep(time.Second) // while the charge waits to be sent again
+				do(client, fetch(t, t.Context()))
+			})
+			r := do(client, post(t, t.Context(), intent, payURL, "{}"))
+			slow.Wait()
+			require.Equal(t, 1, sends, "sent past the key's window")
+			require.Equal(t, ErrKeyExpired, r.report.Reason)
+			require.Equal(t, Unknown, r.report.Outcome)
+			require.Equal(t, "busy", r.body)
+		})
 	}
 }
 

@@ -151,7 +151,7 @@ func oneType(t *testing.T, fset *token.FileSet, spec *ast.TypeSpec) string {
 
 // TestTheRootImportsOnlyWhatTheDesignAllows keeps a small library small.
 func TestTheRootImportsOnlyWhatTheDesignAllows(t *testing.T) {
-	allowed := []string{"github.com/google/uuid", "github.com/sony/gobreaker/v2", "golang.org/x/time/rate", "github.com/oncehttp/oncehttp/"}
+	allowed := []string{"github.com/google/uuid", "github.com/sony/gobreaker/v2", "golang.org/x/time/rate", "github.com/oncehttp/oncehttp"}
 	checked := 0
 	for _, dir := range packageDirs(t) {
 		_, files := parseDir(t, dir)

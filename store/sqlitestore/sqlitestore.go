@@ -1,6 +1,8 @@
 // Package sqlitestore is the embedded oncehttp.KeyStore: one SQLite file, no
 // server, no cgo. Several processes on one host may share it, and any SQLite
-// tool can read it while they run.
+// tool can read it while they run. The file, its log ("-wal") and "-shm" belong
+// together: to copy a store, use VACUUM INTO; to put a copy back, stop the
+// processes and delete the other two.
 //
 //	store, err := sqlitestore.Open(ctx, "/var/lib/shop/intents.db")
 //	defer store.Close()
@@ -57,6 +59,9 @@ func open(ctx context.Context, path string) (*Store, error) {
 	}
 	info, err := os.Stat(path)
 	if errors.Is(err, fs.ErrNotExist) {
+		if log, err := os.Stat(path + "-wal"); err == nil && log.Size() > 0 {
+			return nil, errors.New("the file is gone but its log, -wal, is there: the two belong together; restore the file")
+		}
 		if err = create(ctx, path); err == nil {
 			info, err = os.Stat(path)
 		}
@@ -72,7 +77,7 @@ func open(ctx context.Context, path string) (*Store, error) {
 		return nil, err
 	}
 	s := &Store{db: db, file: info, path: path}
-	s.Store, err = sqlstore.Open(ctx, db, sqlstore.SQLite, sqlstore.Options{BeforeClaim: s.inPlace})
+	s.Store, err = sqlstore.Open(ctx, db, sqlstore.SQLite, sqlstore.Options{BeforeWrite: s.inPlace})
 	if err != nil {
 		db.Close()
 		return nil, err

@@ -22,6 +22,8 @@ type Dialect struct {
 	lazy, durable string
 	// safe reads back that durable is in force.
 	safe func(ctx context.Context, conn *sql.Conn) error
+	// damaged reports that the database is not whole.
+	damaged func(error) bool
 	// busy reports that the database was locked by someone else: try again.
 	busy func(error) bool
 }
@@ -68,6 +70,7 @@ var SQLite = Dialect{
 	lazy:    "PRAGMA synchronous=NORMAL",
 	ready:   sqliteReady,
 	safe:    sqliteSafe,
+	damaged: sqliteDamaged,
 	busy:    sqliteBusy,
 }
 
@@ -125,6 +128,16 @@ func sqliteSafe(ctx context.Context, conn *sql.Conn) error {
 func pragma(ctx context.Context, conn *sql.Conn, name string) (n int64, err error) {
 	err = conn.QueryRowContext(ctx, "PRAGMA "+name).Scan(&n)
 	return n, err
+}
+
+// sqliteDamaged knows SQLITE_CORRUPT and SQLITE_NOTADB.
+func sqliteDamaged(err error) bool {
+	var coded interface{ Code() int }
+	if errors.As(err, &coded) {
+		primary := coded.Code() & 0xff
+		return primary == 11 || primary == 26
+	}
+	return err != nil && strings.Contains(err.Error(), "database disk image is malformed")
 }
 
 // sqliteBusy knows SQLITE_BUSY and SQLITE_LOCKED by the code that drivers give,

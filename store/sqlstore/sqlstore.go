@@ -23,9 +23,9 @@ type Options struct {
 	// can be lost with the power: a second charge, then. For tests.
 	AllowWeakDurability bool
 
-	// BeforeClaim is asked before claims are committed; its error fails them.
-	// An embedded store looks here whether its file is still in its place.
-	BeforeClaim func() error
+	// BeforeWrite is asked before a transaction; its error fails the writes. An
+	// embedded store looks here whether its file is still in its place.
+	BeforeWrite func() error
 }
 
 // Store is a oncehttp.KeyStore. It is safe for concurrent use, by goroutines
@@ -39,6 +39,10 @@ type Store struct {
 	mu     sync.Mutex // held by the group's leader, and by Close
 	writer *writer    // guarded by mu; nil: to be opened
 	closed bool       // guarded by mu
+
+	// corrupt is why nothing is written any more: in a damaged database a
+	// claim may not see the one that it repeats. Guarded by mu.
+	corrupt error
 }
 
 var _ oncehttp.KeyStore = (*Store)(nil)
@@ -363,6 +367,9 @@ type spoiltError struct{ error }
 // called with mu held.
 func (s *Store) transact(ctx context.Context, batch []*op) (err error) {
 	fail := func(err error) error {
+		if s.dialect.damaged(err) {
+			s.corrupt = err
+		}
 		for _, o := range batch {
 			o.err = err
 		}
@@ -372,8 +379,11 @@ func (s *Store) transact(ctx context.Context, batch []*op) (err error) {
 	if s.closed {
 		return fail(ErrClosed)
 	}
-	if claim && s.opts.BeforeClaim != nil {
-		if err := s.opts.BeforeClaim(); err != nil {
+	if s.corrupt != nil {
+		return fail(fmt.Errorf("sqlstore: the database was found damaged; nothing more is written to it: %w", s.corrupt))
+	}
+	if s.opts.BeforeWrite != nil {
+		if err := s.opts.BeforeWrite(); err != nil {
 			return fail(err)
 		}
 	}
