@@ -13,7 +13,7 @@ import (
 // TestDocsNameTestsThatExist: a sentence that no test holds is a wish.
 func TestDocsNameTestsThatExist(t *testing.T) {
 	var code strings.Builder
-	for _, pattern := range []string{"*_test.go", "store/*/*_test.go"} {
+	for _, pattern := range []string{"*_test.go", "store/*/*_test.go", "examples/*/*_test.go"} {
 		names, err := filepath.Glob(pattern)
 		require.NoError(t, err)
 		for _, name := range names {

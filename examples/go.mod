@@ -4,6 +4,7 @@ go 1.26.0
 
 require (
 	github.com/oncehttp/oncehttp v0.0.0-00010101000000-000000000000
+	github.com/oncehttp/oncehttp/store/sqlitestore v0.0.0-00010101000000-000000000000
 	github.com/stretchr/testify v1.12.1
 )
 
@@ -24,8 +25,6 @@ require (
 )
 
 replace github.com/oncehttp/oncehttp => ../
-
-require github.com/oncehttp/oncehttp/store/sqlitestore v0.0.0-00010101000000-000000000000
 
 replace github.com/oncehttp/oncehttp/store/sqlitestore => ../store/sqlitestore
 

@@ -17,7 +17,7 @@ type sandbox struct {
 	ignoresKeys  bool          // every POST is a charge
 	requiresKeys bool          // a POST without a key is refused
 	bank         time.Duration // how long a charge takes
-	charged      chan struct{} // nil, or gets one for each charge that is made
+	hold         func()        // called between a charge and its answer, if not nil
 
 	mu     sync.Mutex
 	ledger []Order          // guarded by mu: what was charged, in order
@@ -46,7 +46,9 @@ func (s *sandbox) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 			problem(w, http.StatusBadRequest, "Idempotency-Key is missing")
 			return
 		}
-		created(w, s.charge(order))
+		answer := s.charge(order)
+		s.holdBack()
+		created(w, answer)
 		return
 	}
 
@@ -55,6 +57,7 @@ func (s *sandbox) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	case mine:
 		answer := s.charge(order)
 		s.finish(known, answer)
+		s.holdBack()
 		created(w, answer)
 	case !bytes.Equal(known.payload, payload):
 		problem(w, http.StatusUnprocessableEntity, "Idempotency-Key was used for another request")
@@ -95,10 +98,20 @@ func (s *sandbox) charge(order Order) (answer []byte) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.ledger = append(s.ledger, order)
-	if s.charged != nil {
-		s.charged <- struct{}{}
-	}
 	return fmt.Appendf(nil, `{"charge":"ch_%03d","order":%q,"amount":%d}`, len(s.ledger), order.ID, order.Amount)
+}
+
+func (s *sandbox) holdBack() {
+	if s.hold != nil {
+		s.hold()
+	}
+}
+
+// forgetKeys is what providers do with keys that are too old.
+func (s *sandbox) forgetKeys() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.byKey = nil
 }
 
 // charges returns what is in the ledger.

@@ -17,10 +17,14 @@ type scene struct {
 	sandbox sandboxSettings
 	faults  faulty.Script   // what befalls the requests
 	policy  oncehttp.Policy // how oncehttp is told to call the provider
-	crash   crash           // where the shop's process is killed; then there is no act
 	act     func(ctx context.Context, pay payer) []told
 	note    func(plain, once run) string // what the table has no column for
 	others  []variant                    // further policies to play it with, for comparison
+
+	// If dies is set, the shop is a process that is killed then and started
+	// again, so much later, for the same order; act is not used.
+	dies  moment
+	later time.Duration
 }
 
 type sandboxSettings struct {
@@ -141,32 +145,44 @@ func scenes() []scene {
 			return fmt.Sprintf("oncehttp returned the %d at once: waited %v, %v", r.Status, r.Waited, r.Reason)
 		},
 	}, {
-		name:   "killed after the charge",
-		crash:  beforeAnswer,
+		name:   "killed between charge and answer",
 		policy: honored,
+		dies:   beforeAnswer,
 		note: func(_, once run) string {
-			return fmt.Sprintf("the restarted process sent the same key, and got the answer: %s", once.told[0].payment.Charge)
+			return fmt.Sprintf("started again, the shop sent the %s key, and got the answer %s", once.sameKey(), once.told[0].payment.Charge)
 		},
 	}, {
-		name:   "killed before it was sent",
-		crash:  beforeSending,
+		name:   "killed before sending",
 		policy: honored,
+		dies:   beforeSending,
 	}, {
-		name:   "killed after the answer",
-		crash:  afterItSettled,
+		name:   "killed after the answer was saved",
 		policy: honored,
+		dies:   afterPaying,
 		note: func(_, once run) string {
-			return fmt.Sprintf("the restarted process sent %d requests: the saved answer is %s", once.told[0].payment.Report.Attempts, once.told[0].payment.Charge)
+			p := once.told[0].payment
+			return fmt.Sprintf("started again, the shop got the saved answer %s by %d sends", p.Charge, p.Report.Attempts)
 		},
 	}, {
-		// By the time of the restart the provider may have forgotten the key.
-		name:   "killed, resumed past the window",
-		crash:  beforeAnswer,
-		policy: with(honored, func(p *oncehttp.Policy) { p.KeyWindow = time.Millisecond }),
+		// The provider has forgotten the key: under it, or under any other, a
+		// second send would be a second charge.
+		name:   "killed as in 11, back after 25 h",
+		policy: honored,
+		dies:   beforeAnswer,
+		later:  25 * time.Hour,
 		note: func(_, once run) string {
 			return fmt.Sprintf("oncehttp: %v", once.told[0].err)
 		},
 	}}
+}
+
+func sceneNamed(name string) (scene, error) {
+	for _, s := range scenes() {
+		if s.name == name {
+			return s, nil
+		}
+	}
+	return scene{}, fmt.Errorf("there is no scene %q", name)
 }
 
 func newOrder(n int) Order {

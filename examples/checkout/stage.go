@@ -6,7 +6,6 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
-	"net"
 	"net/http"
 	"strings"
 	"time"
@@ -26,10 +25,15 @@ type run struct {
 	start      time.Time
 	ledger     []Order // what was charged
 	told       []told
+	killed     int   // deliveries of a process that was killed
+	broken     error // the scene could not be played to its end
 }
 
 // playPlain plays the scene to the plain loop.
 func (s scene) playPlain(ctx context.Context) run {
+	if s.dies != "" {
+		return s.playLives(ctx, true, false)
+	}
 	return s.play(ctx, func(w *wire) payer {
 		client := &http.Client{Transport: w, Timeout: s.policy.AttemptTimeout}
 		return func(ctx context.Context, o Order) (Payment, error) { return payPlain(ctx, client, o) }
@@ -38,6 +42,9 @@ func (s scene) playPlain(ctx context.Context) run {
 
 // playOnce plays it to oncehttp.
 func (s scene) playOnce(ctx context.Context, policy oncehttp.Policy, plant bool) run {
+	if s.dies != "" {
+		return s.playLives(ctx, false, plant)
+	}
 	return s.play(ctx, func(w *wire) payer {
 		w.plant = plant
 		t := &oncehttp.Transport{
@@ -49,16 +56,17 @@ func (s scene) playOnce(ctx context.Context, policy oncehttp.Policy, plant bool)
 	})
 }
 
+func (s scene) newSandbox() *sandbox {
+	return &sandbox{ignoresKeys: s.sandbox.ignoresKeys, bank: s.sandbox.bank}
+}
+
 // play sets up a sandbox, a server that fails as the scene says, and a way to
 // it, all of the run's own: no budget, breaker or connection is shared.
 func (s scene) play(ctx context.Context, client func(*wire) payer) run {
-	box := &sandbox{ignoresKeys: s.sandbox.ignoresKeys, bank: s.sandbox.bank}
+	box := s.newSandbox()
 	server := faulty.NewServer(box, s.faults)
 	network := server.Transport()
-	network.DialContext = func(ctx context.Context, _, _ string) (net.Conn, error) {
-		var d net.Dialer
-		return d.DialContext(ctx, "tcp", strings.TrimPrefix(server.URL, "http://"))
-	}
+	network.DialContext = dialer(strings.TrimPrefix(server.URL, "http://"))
 	w := &wire{base: network}
 	pay := client(w)
 

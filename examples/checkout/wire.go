@@ -10,14 +10,18 @@ import (
 
 // wire is the way to the sandbox: it notes what each send brought back.
 type wire struct {
-	base  http.RoundTripper
-	plant bool // the planted bug: every send gets a key of its own
+	base   http.RoundTripper
+	plant  bool   // the planted bug: every send gets a key of its own
+	before func() // called before each send, if not nil
 
 	mu      sync.Mutex
 	results []string // guarded by mu: of the sends, in the order they began
 }
 
 func (w *wire) RoundTrip(req *http.Request) (*http.Response, error) {
+	if w.before != nil {
+		w.before()
+	}
 	if w.plant {
 		req = req.Clone(req.Context())
 		req.Header.Del("Idempotency-Key")
