@@ -90,7 +90,7 @@ func readUpTo(r io.Reader, limit, length int64) (buf []byte, all bool, err error
 		switch {
 		case int64(len(buf)) > limit:
 			return buf, false, nil
-		case errors.Is(err, io.EOF):
+		case err == io.EOF: // not a wrapped one: that is a connection that broke off
 			return buf, true, nil
 		case err != nil:
 			return buf, false, err
@@ -139,10 +139,10 @@ type streamedBody struct {
 	io.ReadCloser
 
 	mu       sync.Mutex
-	read     bool // guarded by mu: some of it is gone
-	lent     bool // guarded by mu: an attempt has it and will close it
-	released bool // guarded by mu: the call is over
-	closed   bool // guarded by mu
+	read     bool      // guarded by mu: some of it is gone
+	holder   *lentBody // guarded by mu: an attempt has it and will close it
+	released bool      // guarded by mu: the call is over
+	closed   bool      // guarded by mu
 }
 
 func (b *streamedBody) touched() bool {
@@ -154,8 +154,11 @@ func (b *streamedBody) touched() bool {
 func (b *streamedBody) lend() io.ReadCloser {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	b.lent = true
-	return &lentBody{b: b}
+	if b.holder != nil {
+		b.holder.ended = true // of an attempt that answered before it read
+	}
+	b.holder = &lentBody{b: b}
+	return b.holder
 }
 
 func (b *streamedBody) release() {
@@ -166,7 +169,7 @@ func (b *streamedBody) release() {
 func (b *streamedBody) giveBack(change func()) error {
 	b.mu.Lock()
 	change()
-	closeNow := !b.closed && !b.lent && (b.released || b.read)
+	closeNow := !b.closed && b.holder == nil && (b.released || b.read)
 	b.closed = b.closed || closeNow
 	b.mu.Unlock()
 	if !closeNow {
@@ -195,8 +198,9 @@ func (l *lentBody) Read(p []byte) (int, error) {
 
 func (l *lentBody) Close() error {
 	return l.b.giveBack(func() {
-		if !l.ended { // else the next attempt may have it by now
-			l.ended, l.b.lent = true, false
+		l.ended = true
+		if l.b.holder == l { // else the next attempt has it by now
+			l.b.holder = nil
 		}
 	})
 }
@@ -223,7 +227,7 @@ type answerBody struct {
 func (b *answerBody) Read(p []byte) (int, error) {
 	n, err := b.ReadCloser.Read(p)
 	if err != nil && b.ended.CompareAndSwap(false, true) {
-		if errors.Is(err, io.EOF) {
+		if err == io.EOF {
 			b.call.bodyEnded(nil)
 		} else {
 			b.call.bodyEnded(err)

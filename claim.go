@@ -144,27 +144,34 @@ func (c *call) claim() (*http.Response, error) {
 // second key.
 type here struct {
 	mu   sync.Mutex
-	runs map[string]time.Time // guarded by mu
+	runs map[string]hereRun // guarded by mu
+}
+
+type hereRun struct {
+	call  *call
+	until time.Time
 }
 
 // enter registers a run of id, unless there is one.
-func (h *here) enter(id string, until time.Time) (other time.Time, ok bool) {
+func (h *here) enter(c *call, until time.Time) (other time.Time, ok bool) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	if other, ok := h.runs[id]; ok && time.Now().Before(other) {
-		return other, false
+	if other, ok := h.runs[c.id]; ok && other.call != c && time.Now().Before(other.until) {
+		return other.until, false
 	}
 	if h.runs == nil {
-		h.runs = make(map[string]time.Time)
+		h.runs = make(map[string]hereRun)
 	}
-	h.runs[id] = until
+	h.runs[c.id] = hereRun{c, until}
 	return until, true
 }
 
-func (h *here) leave(id string) {
+func (h *here) leave(c *call) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	delete(h.runs, id)
+	if h.runs[c.id].call == c {
+		delete(h.runs, c.id)
+	}
 }
 
 // enterHere waits for a run of the intent in this Transport, or refuses.
@@ -173,7 +180,7 @@ func (c *call) enterHere(until time.Time) error {
 		return nil
 	}
 	for pause := 5 * time.Millisecond; ; pause = min(2*pause, time.Second) {
-		other, ok := c.st.here.enter(c.id, until)
+		other, ok := c.st.here.enter(c, until)
 		if ok {
 			c.isHere = true
 			return nil
@@ -187,7 +194,7 @@ func (c *call) enterHere(until time.Time) error {
 func (c *call) leaveHere() {
 	if c.isHere {
 		c.isHere = false
-		c.st.here.leave(c.id)
+		c.st.here.leave(c)
 	}
 }
 
@@ -249,6 +256,9 @@ func (r Record) resume(claim *Record, what next, lease, now time.Time) Record {
 	r.Fingerprint = claim.Fingerprint
 	r.Request, r.Response = claim.Request, nil
 	if what == nextSend {
+		if r.Key == "" {
+			r.Key = claim.Key // it was called under KeysOff before
+		}
 		r.FirstSent = wall(now) // nothing was processed under the key: its window starts again
 	}
 	return r
@@ -288,6 +298,9 @@ func (c *call) renew(ahead time.Duration) error {
 		return err
 	}
 	c.rec = stored
+	if c.isHere {
+		c.st.here.enter(c, stored.Lease)
+	}
 	return nil
 }
 
@@ -322,7 +335,7 @@ func (c *call) settle(o Outcome, turnedAway bool, saved *SavedResponse) Outcome 
 		return o
 	}
 	c.st.trace.storeError(c.ctx, c.id, "settle", err)
-	if gerr == nil && (stored.State == StateDone || stored.State == StateRejected) {
+	if o != Done && gerr == nil && (stored.State == StateDone || stored.State == StateRejected) {
 		c.overtakenBy = stored.Response
 		return stored.outcome() // the intent has ended without us: that is what is known
 	}

@@ -176,20 +176,25 @@ func (t *Transport) Upstream(name string) UpstreamState {
 // why that stopped. Every other end is an *Error.
 func (t *Transport) RoundTrip(req *http.Request) (*http.Response, error) {
 	c := &call{st: t.settings(), req: req}
+	var resp *http.Response
+	var err error
 	finished := false
 	defer func() {
-		if !finished {
-			c.abandon() // a panic of the base or of a hook goes through us
+		if !finished { // a panic of the base or of a hook goes through us
+			if resp != nil {
+				resp.Body.Close()
+			}
+			c.abandon()
 		}
 	}()
-	resp, err := c.do()
-	finished = true
+	resp, err = c.do()
 	c.closeBody()
 	rep := c.report.get()
 	if r, ok := c.context().Value(reportKey{}).(*Report); ok && r != nil {
 		*r = rep
 	}
 	c.st.trace.callDone(c.context(), rep)
+	finished = true
 	return resp, err
 }
 
@@ -231,6 +236,7 @@ type call struct {
 
 	// how it goes
 	n, tries, polls, fives int
+	deadConns              int
 	attempts, status       int
 	firstSent              time.Time
 	doubt                  bool // a send, of this call or an earlier one, may have had its effect
@@ -284,6 +290,12 @@ func (c *call) do() (*http.Response, error) {
 		return nil, c.end(NotSent, ErrInvalid, err)
 	}
 	inside, _ := c.ctx.Value(insideKey{}).(bool)
+	if inside && c.ctx.Value(intentKey{}) != nil {
+		// An intent of its own, made inside an attempt: claimed, and sent once.
+		once := *c.pol
+		once.MaxAttempts = 1
+		c.pol, inside = &once, false
+	}
 	if inside || c.req.Method == http.MethodConnect || isUpgrade(c.req.Header) {
 		return c.passThrough()
 	}
@@ -292,6 +304,9 @@ func (c *call) do() (*http.Response, error) {
 		return nil, c.end(NotSent, overReason(err), err)
 	}
 	c.prev = redirectedFrom(c.req)
+	if c.prev == nil && c.class != safe && c.leavesUnseen() {
+		return nil, c.end(Unknown, ErrRedirect, errors.New("and the call that was redirected is not known: something above replaced its response's request"))
+	}
 	if err := c.what(); err != nil {
 		return nil, err
 	}
@@ -449,6 +464,17 @@ func redirectedFrom(req *http.Request) *call {
 	return c
 }
 
+// leavesUnseen reports a redirect hop to another upstream whose first call we
+// cannot find.
+func (c *call) leavesUnseen() bool {
+	if c.req.Response == nil || c.pol.FollowElsewhere {
+		return false
+	}
+	from := c.req.Response.Request
+	return from == nil || from.URL == nil || normalName(c.st.upstreamOf(from)) != c.up.name ||
+		from.URL.Scheme == "https" && c.req.URL.Scheme != "https"
+}
+
 // follow is the claim of a redirect hop: 307 or 308 of a keyed request. The
 // intent goes on, under the same key and record.
 func (c *call) follow() error {
@@ -457,6 +483,9 @@ func (c *call) follow() error {
 	c.report.set(func(r *Report) { r.Intent, r.RecordID, r.Status = before.Intent, before.RecordID, before.Status })
 	c.key, c.name, c.id, c.named, c.print = c.prev.key, c.prev.name, c.prev.id, c.prev.named, c.prev.print
 	c.doubt, c.answered = c.prev.doubt, true
+	if before.Outcome == Done {
+		return c.end(Done, ErrSettled, errors.New("the upstream redirected what it had done"))
+	}
 	if (c.prev.up.name != c.up.name || downgrade) && !c.prev.pol.FollowElsewhere {
 		return c.end(before.Outcome, ErrRedirect, fmt.Errorf("from %s to %s", c.prev.up.name, c.up.name))
 	}
@@ -498,10 +527,16 @@ func (c *call) passThrough() (*http.Response, error) {
 	}
 	c.bodyTaken = true // it is the base's now
 	c.attempts = 1
+	g := &guard{up: c.up}
+	inside, _ := c.ctx.Value(insideKey{}).(bool)
+	if inside {
+		req = req.WithContext(g.watch(c.ctx, false)) // net/http may send it again by itself
+	}
+	mayRepeat := !inside && c.class != safe && (req.Header["Idempotency-Key"] != nil || req.Header["X-Idempotency-Key"] != nil)
 	resp, err := roundTrip(c.st.base, req)
 	if err != nil {
 		o := Unknown
-		if neverSent(err) {
+		if g.nothingSent(err) && !mayRepeat {
 			o = NotSent
 		}
 		return nil, c.end(o, nil, err)

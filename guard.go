@@ -65,7 +65,9 @@ func (g *guard) watch(ctx context.Context, names bool) context.Context {
 
 // arm prepares an attempt's clone, which has its body and its key already, and
 // no GetBody. Where keys are honoured and something else than net/http gets the
-// clone, the key keeps its canonical name, for it to read.
+// clone, the key keeps its canonical name, for it to read. Only where net/http
+// itself gets the clone does its asking for GetBody prove anything: a wrapper
+// that retries or logs in again asks after it has sent.
 func (g *guard) arm(clone *http.Request, declared, plainBase bool) {
 	g.bodiless = clone.Body == nil || clone.Body == http.NoBody
 	canonical := declared && !plainBase && !g.bodiless
@@ -73,7 +75,7 @@ func (g *guard) arm(clone *http.Request, declared, plainBase bool) {
 		hideKeys(clone.Header)
 	}
 	proto := g.up.proto.Load()
-	if !g.bodiless && !canonical && (proto == 1 || proto == 0 && clone.URL.Scheme == "http") {
+	if !g.bodiless && plainBase && (proto == 1 || proto == 0 && clone.URL.Scheme == "http") {
 		clone.GetBody = func() (io.ReadCloser, error) {
 			g.asked.Store(true)
 			return nil, errNothingWritten

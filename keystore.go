@@ -183,7 +183,7 @@ func (r *Record) decide(claim *Record, p *Policy, now time.Time) next {
 		return nextCorrupt
 	}
 	switch {
-	case p.Keys != KeysHonored:
+	case p.Keys != KeysHonored, r.Key == "":
 		return nextUnsafe
 	case r.State == StateUnknown, !r.insideWindow(p, now):
 		return nextExpired

@@ -40,7 +40,7 @@ func TestDecideOverEveryStateFingerprintLeaseOwnerWindowAndKeyMode(t *testing.T)
 					for ageName, age := range ages {
 						for _, keys := range []KeyMode{KeysSent, KeysHonored, KeysOff} {
 							pol := Policy{Keys: keys, KeyWindow: age.window}.resolve()
-							rec := Record{State: state, Fingerprint: print, Lease: lease, Owner: owner,
+							rec := Record{State: state, Key: "key-1", Fingerprint: print, Lease: lease, Owner: owner,
 								FirstSent: now.Add(-age.first), Updated: now.Add(-age.updated)}
 							claim := Record{Fingerprint: mine, Owner: "pod-1 a-7"}
 							before := rec

@@ -75,14 +75,15 @@ func (c *call) admit() (reason, err error) {
 		}
 	}
 	done, ok := c.up.breaker.allow()
-	c.tellBreakerChange()
 	if !ok {
 		c.up.limits.release()
+		c.tellBreakerChange()
 		c.retryAt, _ = c.up.breaker.open(time.Now())
 		return ErrOpen, nil
 	}
 	c.slots, c.breakerDone = true, done
 	c.up.inFlight.Add(1)
+	c.tellBreakerChange()
 	return nil, nil
 }
 
@@ -100,6 +101,19 @@ func (c *call) mayStart(wait time.Duration) (reason, err error) {
 		return ErrKeyExpired, nil
 	}
 	return nil, nil
+}
+
+// windowEnd is when the upstream may forget the key of a send that is in doubt;
+// zero if there is none, or it never does.
+func (c *call) windowEnd() time.Time {
+	first := c.firstSent
+	if c.held {
+		first = c.rec.FirstSent
+	}
+	if !c.doubt || c.class != unsafe || c.pol.KeyWindow == Off || first.IsZero() {
+		return time.Time{}
+	}
+	return first.Add(c.pol.KeyWindow)
 }
 
 // keyExpired reports whether a send at that time could be taken as new, because
@@ -169,7 +183,6 @@ func (c *call) attempt() (*http.Response, judgement, error) {
 		c.attempts++
 		c.current, err = roundTrip(c.st.base, clone)
 		resp, j, err = c.judge(c.current, err, g)
-		c.current = nil
 	} else {
 		end = endLocal
 	}
@@ -196,6 +209,7 @@ func (c *call) attempt() (*http.Response, judgement, error) {
 	}
 	info.Status, info.Err, info.Elapsed, info.Verdict = status, err, time.Since(start), j.kind
 	c.st.trace.attemptDone(ctx, info)
+	c.current = nil
 	return resp, j, err
 }
 
@@ -222,6 +236,9 @@ func (c *call) attemptContext(now time.Time) context.Context {
 	ctx, cancel := context.WithCancelCause(&c.inside)
 	c.attemptCtx, c.cancel, c.timer, c.stale = ctx, cancel, nil, false
 	c.limit = attemptLimit(c.pol.AttemptTimeout, now, c.until, c.up.breaker.probing())
+	if end := c.windowEnd(); !end.IsZero() && (c.limit == 0 || end.Sub(now) < c.limit) {
+		c.limit = end.Sub(now) // a slow dial must not carry the key past its window
+	}
 	if deadline, ok := c.ctx.Deadline(); c.limit > 0 && (!ok || now.Add(c.limit).Before(deadline)) {
 		// Not where the caller's own deadline is what limits: that the
 		// context ends then has to be seen as the caller's doing.
@@ -433,7 +450,7 @@ func (c *call) next(resp *http.Response, j judgement, err error) (wait time.Dura
 		c.retryAt = now.Add(j.wait)
 	}
 	if err != nil && c.over() != nil {
-		c.doubt = c.doubt || j.kind == VerdictAmbiguous
+		c.doubt = c.doubt || j.kind == VerdictAmbiguous || j.kind == VerdictInProgress
 		return 0, overReason(c.over())
 	}
 	switch j.kind {
@@ -447,7 +464,8 @@ func (c *call) next(resp *http.Response, j judgement, err error) (wait time.Dura
 	if j.stop {
 		return -1, nil
 	}
-	if c.stale && j.kind == VerdictNotProcessed && err != nil && c.body.replayable() {
+	if c.stale && j.kind == VerdictNotProcessed && err != nil && c.body.replayable() && c.deadConns < maxDeadConns {
+		c.deadConns++
 		// A dead connection from the pool: nothing was sent, and every such
 		// try removes one. net/http goes on in the same way.
 		c.attempts--
@@ -503,6 +521,9 @@ func (c *call) next(resp *http.Response, j judgement, err error) (wait time.Dura
 	return wait, nil
 }
 
+// maxDeadConns bounds how many dead connections of the pool one call removes.
+const maxDeadConns = 100
+
 // maxPolls is how often we ask again for work in progress.
 const maxPolls = 10
 
@@ -539,7 +560,8 @@ func (c *call) discard(resp *http.Response) *http.Response {
 	if c.timer != nil {
 		c.timer.Stop()
 	}
-	timer := time.AfterFunc(drainTime, c.cancelAttempt)
+	cancel := c.cancel // this attempt's: the timer may fire when the next has begun
+	timer := time.AfterFunc(drainTime, func() { cancel(context.Canceled) })
 	defer timer.Stop()
 	buf, all, err := readUpTo(resp.Body, drainBytes, resp.ContentLength)
 	if err != nil || !all {

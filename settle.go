@@ -218,6 +218,7 @@ func (t *Transport) Settle(req *http.Request, o Outcome, note string) error {
 			return c.end(Unknown, ErrInFlight, nil)
 		}
 		rec.State, rec.Note, rec.Lease, rec.Request = want, note, time.Time{}, nil
+		rec.Response, rec.Status = nil, 0 // of an answer that was not the last word
 		rec.Owner = ownerToken(c.st.owner, c.st.life)
 		rec.Updated, rec.Expires = wall(now), wall(now.Add(retention))
 		if _, err = c.st.store.Update(c.ctx, rec); err == nil || !errors.Is(err, ErrConflict) {

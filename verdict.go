@@ -180,7 +180,7 @@ func judgeStatus(status int, s situation) judgement {
 		// The first DELETE did it: this is what a repeat finds.
 		return judgement{kind: VerdictDone, final: true}
 	case status == http.StatusPaymentRequired:
-		return judgement{kind: VerdictRejected, final: s.class == unsafe}
+		return judgement{kind: VerdictRejected, final: s.class == unsafe && s.honored}
 	}
 	return judgement{kind: VerdictRejected, turnedAway: turnsAway(status)}
 }

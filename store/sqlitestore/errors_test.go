@@ -251,6 +251,11 @@ func TestADeletedOrReplacedFileTakesNoMoreClaims(t *testing.T) {
 	require.NoError(t, os.Rename(path, path+".away"))
 	_, _, err = s.Create(t.Context(), claimed("b"))
 	require.ErrorContains(t, err, "the file is gone")
+	_, err = Open(t.Context(), path)
+	require.ErrorContains(t, err, "its log, -wal, is there", "the old log would be played into a new file")
+	for _, suffix := range []string{"-wal", "-shm"} {
+		require.NoError(t, os.Rename(path+suffix, path+".away"+suffix))
+	}
 	other := openAt(t, path) // a new process starts a new file
 	_, _, err = s.Create(t.Context(), claimed("b"))
 	require.ErrorContains(t, err, "was replaced")
