@@ -113,11 +113,6 @@ func (c *call) claim() (*http.Response, error) {
 		if c.callersKey && stored.Key != rec.Key {
 			what = nextMismatch
 		}
-		if what == nextUnsafe && c.name == "" && stored.State != StateUnknown {
-			// Who puts a key in by hand and calls again sends it again on
-			// purpose, as an SDK does that retries by itself.
-			what = nextResend
-		}
 		switch what {
 		case nextSend, nextResend:
 			c.doubt = what == nextResend
@@ -295,7 +290,11 @@ func (c *call) renew(ahead time.Duration) error {
 	stored, err := c.st.store.Update(ctx, rec)
 	if err != nil {
 		c.st.trace.storeError(c.ctx, c.id, "renew", err)
-		return err
+		got, gerr := c.st.store.Get(ctx, c.id)
+		if gerr != nil || got.Owner != rec.Owner || got.Version != rec.Version+1 {
+			return err
+		}
+		stored = got // written all the same
 	}
 	c.rec = stored
 	if c.isHere {
@@ -335,9 +334,12 @@ func (c *call) settle(o Outcome, turnedAway bool, saved *SavedResponse) Outcome 
 		return o
 	}
 	c.st.trace.storeError(c.ctx, c.id, "settle", err)
-	if o != Done && gerr == nil && (stored.State == StateDone || stored.State == StateRejected) {
-		c.overtakenBy = stored.Response
-		return stored.outcome() // the intent has ended without us: that is what is known
+	if o != Done && gerr == nil && stored.Owner != rec.Owner {
+		// We were overtaken: what the other run knows is what is known.
+		if stored.State == StateDone || stored.State == StateRejected {
+			c.overtakenBy = stored.Response
+		}
+		return stored.outcome()
 	}
 	return o
 }

@@ -52,7 +52,9 @@ type Intent struct {
 }
 
 // DerivedKey is a Policy.NewKey: the UUIDv5 of the record id, so that every
-// process makes the same key for one intent even without a shared store.
+// process makes the same key for one intent even without a shared store. Without
+// one, a process does not know what another has sent: where that could be, a
+// 409 leaves the outcome Unknown, but a 400 or 401 is still told as Rejected.
 // Anonymous intents get a random one.
 func DerivedKey(_ context.Context, in Intent) (string, error) {
 	return uuid.NewSHA1(uuid.NameSpaceURL, []byte(in.RecordID)).String(), nil

@@ -31,7 +31,7 @@ func (l *limits) reserve(now time.Time) (wait time.Duration, giveBack func()) {
 		return 0, nil
 	}
 	r := l.rate.ReserveN(now, 1)
-	return r.DelayFrom(now), func() { r.CancelAt(now) }
+	return r.DelayFrom(now), func() { r.CancelAt(time.Now()) }
 }
 
 // acquire waits for an in-flight slot as long as an attempt still fits before

@@ -97,8 +97,9 @@ type Policy struct {
 	KeyWindow time.Duration
 
 	// NewKey makes the key of a new intent. Zero means a random UUID
-	// (version 4); DerivedKey is the other ready one. It is asked once for an
-	// intent; what it returned is persisted.
+	// (version 4); DerivedKey is the other ready one. What it
+	// returned for an intent's first call is persisted and wins; it may be
+	// asked again by later calls.
 	NewKey func(context.Context, Intent) (string, error)
 
 	// Fingerprint tells requests apart that use one intent name. Zero means

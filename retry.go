@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"math"
 	"math/rand/v2"
 	"mime"
 	"net/http"
@@ -26,7 +27,12 @@ func (c *call) loop() (*http.Response, error) {
 		if reason != nil || wait < 0 {
 			return c.conclude(resp, j, reason, err)
 		}
+		drained := time.Now()
 		c.last, c.lastErr, c.lastJudgement = c.discard(resp), err, j
+		wait = max(0, wait-time.Since(drained))
+		if !fits(time.Now(), wait, c.until) {
+			return c.conclude(c.last, j, ErrDeadline, err)
+		}
 		if reason, err := c.pause(wait, j.asked); reason == ErrStore {
 			return c.conclude(c.last, j, reason, err)
 		} else if reason != nil {
@@ -288,7 +294,6 @@ func (c *call) clone(ctx context.Context) (*http.Request, *guard, error) {
 	if c.class != safe {
 		g = &a.guard
 		g.cancel, g.up, g.plainH1 = c.cancel, c.up, c.st.plainH1 || c.up.proto.Load() == 1
-		ctx = g.watch(ctx, !c.st.plainBase && (c.body.none || !c.honored()))
 	}
 	a.req, a.url = *c.req.WithContext(ctx), *c.req.URL
 	clone := &a.req
@@ -318,6 +323,8 @@ func (c *call) clone(ctx context.Context) (*http.Request, *guard, error) {
 	}
 	clone.GetBody = nil
 	if g != nil {
+		// Not before Prepare: what that sends, for a token, proves nothing here.
+		a.req = *a.req.WithContext(g.watch(ctx, !c.st.plainBase && (c.body.none || !c.honored())))
 		g.arm(clone, c.honored(), c.st.plainBase)
 	}
 	return clone, g, nil
@@ -385,6 +392,9 @@ func (c *call) judge(resp *http.Response, err error, g *guard) (*http.Response, 
 		v = c.pol.Classify(Attempt{Request: c.req, Response: resp, Err: err, N: c.n,
 			Repeat: c.doubt || c.n > 1, Ambiguous: c.doubt})
 	}
+	if v.Kind > VerdictInProgress {
+		v.Kind = VerdictAmbiguous // not a kind we know
+	}
 	if err != nil {
 		j := judgeError(err, sent)
 		if v.Kind != VerdictDefault {
@@ -397,10 +407,20 @@ func (c *call) judge(resp *http.Response, err error, g *guard) (*http.Response, 
 		return nil, j, err
 	}
 	j := judgeAnswer(resp, v, c.situation(), time.Now())
+	if resp.StatusCode == http.StatusConflict && j.kind == VerdictRejected && !j.final && c.class == unsafe && c.honored() &&
+		(c.callersKey || c.pol.NewKey != nil) {
+		// A key that others can know may be at work elsewhere, under another store.
+		j.kind, j.stop = VerdictAmbiguous, true
+	}
 	if j.kind == VerdictDone || j.kind == VerdictRejected {
 		if err := c.keep(resp); err != nil {
 			resp.Body.Close()
-			return nil, judgement{kind: VerdictAmbiguous}, fmt.Errorf("reading the answer: %w", err)
+			if context.Cause(c.attemptCtx) == errAttemptTimeout && c.over() == nil {
+				err = errAttemptTimeout
+			}
+			// What its header asked for still holds.
+			j.kind, j.final, j.turnedAway = VerdictAmbiguous, false, false
+			return nil, j, fmt.Errorf("reading the answer: %w", err)
 		}
 	}
 	return resp, j, nil
@@ -501,7 +521,7 @@ func (c *call) next(resp *http.Response, j judgement, err error) (wait time.Dura
 		if j.kind == VerdictInProgress {
 			wait = max(wait, j.wait)
 		} else {
-			wait += j.wait
+			wait = j.wait + min(wait, math.MaxInt64-j.wait)
 		}
 	}
 	if !fits(now, wait, c.until) {
@@ -514,6 +534,9 @@ func (c *call) next(resp *http.Response, j judgement, err error) (wait time.Dura
 	if retryAt, open := c.up.breaker.open(now); open {
 		c.retryAt = retryAt
 		return 0, ErrOpen
+	}
+	if gone := c.over(); gone != nil {
+		return 0, overReason(gone)
 	}
 	if !c.up.budget.take(now) {
 		return 0, ErrBudget

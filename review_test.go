@@ -342,3 +342,77 @@ func TestADiscardedAnswersTimerDoesNotCancelTheNextAttempt(t *testing.T) {
 type readerFunc func([]byte) (int, error)
 
 func (f readerFunc) Read(p []byte) (int, error) { return f(p) }
+
+// Found in review: what Prepare sends for a token was counted as the charge's own
+// connection, or as proof that it had none.
+func TestATokenFetchedInPrepareProvesNothingAboutTheCharge(t *testing.T) {
+	sends := 0
+	base := roundTripFunc(func(*http.Request) (*http.Response, error) {
+		sends++
+		return nil, io.ErrUnexpectedEOF // sent, and charged; this base runs no hooks
+	})
+	tr := &Transport{Base: base, Prepare: func(r *http.Request) error {
+		req, _ := http.NewRequestWithContext(r.Context(), "GET", "http://127.0.0.1:1/token", nil)
+		if resp, err := http.DefaultTransport.RoundTrip(req); err == nil {
+			resp.Body.Close()
+		}
+		return nil // it goes on with the token that it has
+	}}
+	r := do(contract(t, tr), post(t, t.Context(), "", "http://up.example/", "x"))
+	if sends != 1 || r.report.Outcome != Unknown {
+		t.Errorf("%d sends, %v: %v", sends, r.report.Outcome, r.err)
+	}
+}
+
+// Found in review: DESIGN §5 holds for a key that the caller put in, too.
+func TestACallersKeyInDoubtIsNotSentAgainWhereKeysAreNotHonored(t *testing.T) {
+	sends := 0
+	base := roundTripFunc(func(*http.Request) (*http.Response, error) {
+		sends++
+		return nil, io.ErrUnexpectedEOF
+	})
+	client := contract(t, &Transport{Base: base})
+	for i := range 2 {
+		req := post(t, t.Context(), "", "http://up.example/", "x")
+		req.Header.Set("Idempotency-Key", "mine")
+		if r := do(client, req); sends != 1 || r.report.Outcome != Unknown || !errors.Is(r.err, ErrUnsafe) {
+			t.Errorf("call %d: %d sends, %v: %v", i+1, sends, r.report.Outcome, r.err)
+		}
+	}
+}
+
+// Found in review: draining took time, and the whole wait was slept after it.
+func TestDrainingCountsAgainstTheDeadline(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		base := roundTripFunc(func(*http.Request) (*http.Response, error) {
+			a := answerOf(503, "", "Retry-After", "1")
+			read := false
+			a.ContentLength = -1
+			a.Body = io.NopCloser(readerFunc(func(p []byte) (int, error) {
+				if read {
+					return 0, io.EOF
+				}
+				read = true
+				<-time.After(80 * time.Millisecond)
+				return copy(p, "busy"), nil
+			}))
+			return a, nil
+		})
+		tr := &Transport{Base: base, Policy: Policy{Keys: KeysHonored, BaseDelay: 1, MaxDelay: 1}}
+		ctx, cancel := context.WithTimeout(t.Context(), 1012*time.Millisecond)
+		defer cancel()
+		r := do(contract(t, tr), post(t, ctx, "charge:1", "http://up.example/", "x"))
+		if r.err != nil || r.status != 503 {
+			t.Errorf("status %d, %v", r.status, r.err)
+		}
+	})
+}
+
+// Found in review: a 409 for a key that another process can know is no verdict.
+func TestA409ForADerivedKeyIsNotTakenForARejection(t *testing.T) {
+	base := roundTripFunc(func(*http.Request) (*http.Response, error) { return answerOf(409, "{}"), nil })
+	tr := &Transport{Base: base, Policy: Policy{Keys: KeysHonored, NewKey: DerivedKey}}
+	if r := do(contract(t, tr), post(t, t.Context(), "charge:1", "http://up.example/", "x")); r.report.Outcome != Unknown {
+		t.Error(r.report.Outcome)
+	}
+}
