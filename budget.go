@@ -133,14 +133,3 @@ func (b *budget) tokens() float64 {
 	defer b.mu.Unlock()
 	return float64(b.left) / micro
 }
-
-// full reports whether the bucket is as it was at the start, so that forgetting
-// it and making a new one gives no retry away.
-func (b *budget) full() bool {
-	if b == nil {
-		return true
-	}
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	return b.left == b.burst
-}

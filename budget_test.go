@@ -276,3 +276,14 @@ func TestBudgetCostsNoAllocation(t *testing.T) {
 		b.earn()
 	}))
 }
+
+// full reports whether the bucket is as it was at the start, so that forgetting
+// it and making a new one gives no retry away.
+func (b *budget) full() bool {
+	if b == nil {
+		return true
+	}
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.left == b.burst
+}

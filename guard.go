@@ -30,7 +30,8 @@ import (
 // What net/http does when not one byte was written, on either protocol, is
 // harmless and is let be; where it cannot go on because GetBody is missing, a
 // GetBody that returns errNothingWritten proves that it wanted to (HTTP/1, with
-// the key's name in lower case: there it is the only case left in which it asks).
+// the key's name in lower case and nobody between us and net/http: there it is
+// the only case left in which it asks).
 type guard struct {
 	trace    httptrace.ClientTrace
 	cancel   context.CancelCauseFunc
